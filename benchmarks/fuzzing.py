@@ -53,13 +53,16 @@ from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.open import gguf_folder
 from lean_ft.gguf.quantize import read_imatrix
 from lean_ft.gguf.splitting import QWEN2_PATTERN
+from lean_ft.hub.upload import _results
 from lean_ft.images.reading import Size, check, decoded, open_image, reference, size_of
 from lean_ft.images.rules import image_rules
-from lean_ft.models import load_model
+from lean_ft.models import load_model, save_model
 from lean_ft.models.safetensors_file import read_header, write_file
+from lean_ft.online.episodes import FILE, RecordedResults
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
-from lean_ft.peft.stored_adapter import read_adapter
+from lean_ft.peft.lora import quantize_as_loaded
+from lean_ft.peft.stored_adapter import labels_of, read_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
 from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
@@ -504,7 +507,7 @@ def targets(folder: Path) -> dict[str, Target]:
     """All targets, with valid files under `folder`."""
     found: dict[str, Target] = {}
     os.environ["LEAN_FT_CACHE"] = str(folder / "cache")
-    for kind in (_settings, _rows, _images, _models, _gguf, _adapters, _tokenizers, _runs, _requests, _turns):
+    for kind in _KINDS:
         (folder / kind.__name__).mkdir()
         found |= kind(folder / kind.__name__)
     for target in found.values():
@@ -758,6 +761,53 @@ def _gguf(folder: Path) -> dict[str, Target]:
     }  # fmt: skip
 
 
+def _quantized(folder: Path) -> dict[str, Target]:
+    """Folders of quantized weights, read as dense numbers and as they are stored."""
+    mixture = {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 2,
+        "hidden_size": 32,
+    }
+    mixture |= {
+        "num_experts_per_tok": 1,
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_hidden_layers": 1,
+    }
+    fp8 = {"quant_method": "fp8", "weight_block_size": [8, 12], "activation_scheme": "dynamic"}
+    found = {}
+    for method, fields, quantization in (("MXFP4", mixture, {"quant_method": "mxfp4"}), ("fp8", {}, fp8)):
+        inputs = write_inputs(folder / method)
+        (inputs / "config.json").write_bytes(as_json({**CONFIG, **fields}))
+        save_model(load_model(inputs, random_init=True), inputs)
+        stored = {name: tensor.read() for name, tensor in read_header(inputs / "model.safetensors").items()}
+        for name in [
+            name for name, tensor in stored.items() if tensor.dim() > 1 and "proj" in name and "bias" not in name
+        ]:
+            if method == "fp8":
+                rows, columns = stored[name].shape
+                stored |= {name: stored[name].to(torch.float8_e4m3fn)}
+                stored[f"{name}_scale_inv"] = torch.rand(-(-rows // 8), -(-columns // 12))
+            elif "experts" in name:
+                experts, columns, rows = stored.pop(name).shape
+                stored[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+                stored[f"{name}_scales"] = torch.randint(110, 130, (experts, rows, columns // 32), dtype=torch.uint8)
+        write_file(inputs / "model.safetensors", stored, {"format": "pt"})
+        config = as_json({**CONFIG, **fields, "quantization_config": quantization})
+        (inputs / "config.json").write_bytes(config)
+
+        def read(inputs: Path = inputs) -> None:
+            for after_module in (None, quantize_as_loaded(LoRAConfig())):
+                load_model(inputs, after_module=after_module)
+
+        weights = inputs / "model.safetensors"
+        found[f"{method} weights"] = Target(6, weights, [weights.read_bytes()], break_safetensors, read)
+        found[f"config.json of {method} weights"] = Target(3, inputs / "config.json", [config], break_json, read)
+    return found
+
+
 def _adapters(folder: Path) -> dict[str, Target]:
     inputs = write_inputs(folder / "model")
     model = load_model(inputs, random_init=True)
@@ -772,10 +822,24 @@ def _adapters(folder: Path) -> dict[str, Target]:
         read_adapter(folder / "adapter")
         load_adapter(copy.deepcopy(model), folder / "adapter")
 
+    names = ["a", "b", "c"]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    scoring = load_model(inputs, random_init=True, scores={**labels, "problem_type": "single_label_classification"})
+    with_scores = copy.deepcopy(scoring)
+    apply_lora(with_scores, LoRAConfig(rank=2, dora=True))
+    save_adapter(with_scores, folder / "scores")
+    of_scores, of_labels = (folder / "scores" / name for name in ("adapter_model.safetensors", "labels.json"))
+
+    def load_scores() -> None:
+        found = labels_of(folder / "scores")
+        load_adapter(load_model(inputs, random_init=True, scores=found or False), folder / "scores")
+
     return {
         "adapter_config.json": Target(12, config, [config.read_bytes(), as_json(seed)], break_json, load),
         "adapter_model.safetensors": Target(4, weights, [weights.read_bytes()], break_safetensors, load),
-    }
+        "adapter of scores": Target(4, of_scores, [of_scores.read_bytes()], break_safetensors, load_scores),
+        "labels.json": Target(2, of_labels, [of_labels.read_bytes()], break_json, load_scores),
+    }  # fmt: skip
 
 
 def _tokenizers(folder: Path) -> dict[str, Target]:
@@ -875,6 +939,7 @@ def _runs(folder: Path) -> dict[str, Target]:
 
     def curves() -> None:
         read_curves([folder])[0].results_as_text()
+        json.dumps(_results(folder, checkpoint))
         trim_metrics(folder / "metrics.jsonl", 2)
 
     return {
@@ -943,6 +1008,45 @@ def _turns(folder: Path) -> dict[str, Target]:
             raise typer.BadParameter(errors[0] if errors else "a turn without calls")
 
     return {"turns with tool calls": Target(20, turn, [one.encode() for one in seeds], break_bytes, read)}
+
+
+def _tool_results(folder: Path) -> dict[str, Target]:
+    """Results of tool calls in a run's folder, of which a resumed run takes the whole lines."""
+    written = RecordedResults(folder, 0, [])
+    keys = [written.key(i) for i in range(3)]
+    for key in keys:
+        written.add(key, result="3 é", failed=False)
+    written.add(keys[0], found=[["a", False]], state={"x": [1, None]})
+    file = folder / FILE
+
+    def read() -> None:
+        results = RecordedResults(folder, 0, [])
+        taken = [found for key in keys for _ in range(2) if (found := results.take(key)) is not None]
+        if not taken:
+            raise typer.BadParameter("no whole line")
+        assert all(one.get("result") == "3 é" or one["found"] == [["a", False]] for one in taken)
+
+    return {
+        "tool_results.jsonl": Target(
+            6, file, [file.read_bytes(), file.read_bytes().splitlines(True)[0]], break_bytes, read
+        )
+    }
+
+
+_KINDS = (
+    _settings,
+    _rows,
+    _images,
+    _models,
+    _quantized,
+    _gguf,
+    _adapters,
+    _tokenizers,
+    _runs,
+    _requests,
+    _turns,
+    _tool_results,
+)
 
 
 def _read_tensors(file: Path) -> None:

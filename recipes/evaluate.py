@@ -107,7 +107,8 @@ def write(cfg: Config, results: dict[str, Any]) -> None:
         say("results", "printed only, because the model is not in a run directory; set output=FILE to save them")
         return
     kept = read_json(file)
-    kept[folder.name] = {**kept.get(folder.name, {}), **results}
+    earlier = kept.get(folder.name)
+    kept[folder.name] = {**(earlier if isinstance(earlier, dict) else {}), **results}
     with write_whole(file) as part:
         part.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     say("results", str(file))

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 from lean_ft.export.places import Exported, check_destination, check_tower_is_unchanged, read_source, room_for
+from lean_ft.models.drafting import lost_drafting
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.models.saving import write_configs
 from lean_ft.models.source import tensors_on_disk
@@ -54,6 +55,6 @@ def export_dcp(
         f"{len(tensors)} tensors in {str(model.dtype).removeprefix('torch.')}, "
         f"{num_bytes / 1e9:.3g} GB, with the names of the Hugging Face folder.\n"
         "The file .metadata is a pickle: load the folder only if you trust its author."
-        f"{remark}"
+        f"{lost_drafting(model.source)}{remark}"
     )
     return Exported(folder, destination, details, merged)

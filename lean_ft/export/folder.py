@@ -15,6 +15,7 @@ import torch
 
 from lean_ft.export.places import Exported, check_destination, files_of_model, images_of_run, read_source, room_for
 from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.models.drafting import drafting_remark
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.models.source import Source
 from lean_ft.peft import is_adapter
@@ -74,6 +75,7 @@ def export_folder(
     if whole is not None:
         needed_bytes += sum(file.stat().st_size for file in whole.glob("model*.safetensors"))
     num_kept = sum(own is None for own in model.source.names.values())
+    drafting = "" if keep_vision else drafting_remark(model.source)
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination) as temporary:
         with room_for(needed_bytes, destination):
@@ -93,6 +95,7 @@ def export_folder(
         "NO tokenizer, since the source has none" if tokenizer is None else "a tokenizer",
         *([] if tokenizer is None or has_template else ["no chat template"]),
         *([f"{num_kept} unchanged tensors of {whole}"] if keep_vision else []),
+        *([drafting] if drafting else []),
     ]
     details = f"{', '.join(parts)}.\nRead back: its logits equal the source's (largest difference {difference:g})."
     return Exported(folder, destination, details, merged)
@@ -144,7 +147,7 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
             f"{source.folder} is not a model that reads images (its model_type is {source.config.get('model_type')!r}): leave "
             "out --keep-vision, or give the folder that the language model was taken from with --base."
         )
-    return replace(source, generation_config=model.source.generation_config)
+    return replace(source, generation_config=model.source.generation_config, end_ids=model.source.end_ids)
 
 
 @torch.inference_mode()

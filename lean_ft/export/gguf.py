@@ -36,6 +36,7 @@ from lean_ft.gguf.wholes import remark_about_images
 from lean_ft.gguf.write import GGUF_KINDS, gguf_family, model_metadata, write_gguf
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.config_json import kind_of_scores
+from lean_ft.models.drafting import lost_drafting
 from lean_ft.models.hf_format import empty_model
 from lean_ft.models.moe import Experts
 from lean_ft.peft import is_adapter
@@ -127,7 +128,8 @@ def export_gguf(
         )
     if any(layer.gate_sparsity for layer in model.config.layers):
         details += "\nllama.cpp divides the squares of I gates by I - 1 and this model by I, so its log-probabilities differ slightly."
-    return Exported(folder, destination, details + _remark_about_images(model, folder, kind), merged)
+    details += lost_drafting(model.source) + _remark_about_images(model, folder, kind)
+    return Exported(folder, destination, details, merged)
 
 
 def export_gguf_adapter(

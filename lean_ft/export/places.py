@@ -20,9 +20,8 @@ from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE
+from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE, read_training_state
 from lean_ft.system.units import gibibytes
-from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import free_bytes
 
@@ -80,7 +79,9 @@ def read_source(
 
 def images_of_run(folder: Path) -> Literal["none", "frozen", "train"]:
     """`model.images` of the run that wrote a checkpoint; none for other folders."""
-    return read_json(folder / TRAINING_STATE_FILE).get("settings", {}).get("model.images", "none")
+    settings = read_training_state(folder)["settings"] if (folder / TRAINING_STATE_FILE).is_file() else {}
+    images = settings.get("model.images", "none")
+    return images if images in ("frozen", "train") else "none"
 
 
 def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a folder.") -> str:

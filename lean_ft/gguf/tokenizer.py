@@ -12,6 +12,7 @@ WORD_START = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # gguf.TokenType
 _TYPES: dict[str, type] = {"pre": str} | dict.fromkeys(("tokens", "token_type", "scores", "merges"), list)
 _TYPES |= dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), bool)
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 _MAX_WORK = 2**27  # characters compared to find the merges of a SentencePiece vocabulary; Gemma's needs about 2**24
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
@@ -45,6 +46,8 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
             )
     assert isinstance(tokens, list) and isinstance(types, list) and isinstance(scores, list)
     special = _special_tokens(file, values, tokens)
+    named = {values.get(f"{name}_token_id") for name in _SPECIAL.values()}  # used, whatever their type says
+    types = [CONTROL if kind == UNUSED and i in named else kind for i, kind in enumerate(types)]
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     added = [
         {"id": i, "content": token, **_PLAIN, "special": types[i] in (CONTROL, UNKNOWN)}
@@ -85,8 +88,7 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
 def _special_tokens(file: Path, values: Mapping[str, Any], tokens: list[str]) -> dict[str, str | None]:
     """Return bos_token, eos_token, unk_token and pad_token."""
     special: dict[str, str | None] = {}
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
-    for key, name in names.items():
+    for key, name in _SPECIAL.items():
         token_id = values.get(f"{name}_token_id")
         if token_id is not None and (type(token_id) is not int or not 0 <= token_id < len(tokens)):
             raise ValueError(

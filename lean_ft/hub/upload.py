@@ -18,9 +18,10 @@ from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system.installation import install_command
 from lean_ft.system.redaction import redact
-from lean_ft.system.run_directory import METRICS_FILE, read_starts
+from lean_ft.system.run_directory import METRICS_FILE, NAME, read_rows, read_starts
 from lean_ft.system.units import gibibytes, number
 from lean_ft.training.curves import draw_curves
+from lean_ft.training.metrics import is_number
 
 CARD, _PICTURE = "README.md", "curves.png"
 _FACTS = ("lean_ft", "torch", "python", "device", "processes", "git_commit", "data_fingerprint", "started")
@@ -108,7 +109,7 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
     starts = read_starts(run) if run is not None else []
     settings: dict[str, Any] = starts[-1]["settings"] if starts else {}
     base, adapter = settings.get("model.path"), is_adapter(folder)
-    base_name = repository_name(base) if base else None
+    base_name = repository_name(base) if isinstance(base, str) and base else None
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["lean_ft"]}
     if license is not None:
         head["license"] = license
@@ -122,7 +123,10 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
     lines = [f"# {repo.partition('/')[2]}", ""]
     if starts and run is not None:
         facts = starts[-1]
-        lines += [f"{kind} `{base}`, trained with lean_ft's recipe `{facts['recipe']}` ({folder.name} of the run).", ""]
+        lines += [
+            f"{kind} `{base}`, trained with lean_ft's recipe `{facts.get('recipe')}` ({folder.name} of the run).",
+            "",
+        ]
         lines += [*_table(_results(run, folder)), ""]
         if has_picture:
             lines += [f"![Curves of the run]({_PICTURE})", ""]
@@ -136,20 +140,19 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
 
 def _results(run: Path, folder: Path) -> dict[str, str]:
     """Summarize metrics.jsonl up to the checkpoint."""
-    rows = [json.loads(line) for line in (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
-    step = folder.name.removeprefix("step_")
-    rows = [row for row in rows if not step.isdigit() or row["step"] <= int(step)]
-    steps = [row for row in rows if "tokens" in row]
+    step = NAME.fullmatch(folder.name)
+    rows = [row for row in read_rows(run / METRICS_FILE) if step is None or row["step"] <= int(step[1])]
+    steps = [row for row in rows if row.get("tokens") is not None]
     results = {"optimizer steps": f"{rows[-1]['step']:,}"} if rows else {}
     if steps:
         results["tokens"] = f"{sum(row['tokens'] for row in steps):,}"
         results["loss, first and last"] = f"{number(steps[0].get('loss'))}, {number(steps[-1].get('loss'))}"
     for name in sorted({key for row in rows for key in row if key.startswith("eval_")}):
         value = [row[name] for row in rows if row.get(name) is not None][-1:]
-        if value and isinstance(value[0], int | float):
+        if value and is_number(value[0]):
             results[name.replace("eval_", "held-out ", 1)] = number(value[0])
     if steps:
-        results["peak memory"] = gibibytes(max(row["peak_memory_bytes"] for row in steps))
+        results["peak memory"] = gibibytes(max(row.get("peak_memory_bytes") or 0 for row in steps))
     return results
 
 

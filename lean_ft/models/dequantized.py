@@ -21,6 +21,8 @@ from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.shards import Part
 
 READABLE = ("fp8", "mxfp4")
+_OF_BLOCKS = "_scale_inv"  # ends the names of scales in fp8
+_FLOATS = ("F32", "BF16", "F16")
 _STRIP_NUMBERS = 2**18  # numbers dequantized at a time
 
 
@@ -62,12 +64,17 @@ class ScaledTensor:
                 first, length, done = first + numbers.numel(), length - numbers.numel(), done + numbers.numel()
 
     def read_stored(self, key: str, part: Part) -> None:
-        """Fill this rank's part of the `numbers`, or of the `scales`, one per row and block of columns."""
+        """Fill this rank's part of the `numbers`, or of the `scales`: one per row and stretch of columns, which a block has one or
+        more of (`form_in_folder`)."""
         if key == "numbers":
             self.numbers.read_part(part)
             return
-        scales = self.scales.read().float().view(-(-self.shape[0] // self.block[0]), -1)
-        part.values.copy_(part.within(scales.repeat_interleave(self.block[0], 0)[: self.shape[0]].contiguous()))
+        (num_rows, num_columns), (block_rows, block_columns) = self.shape, self.block
+        scales = self.scales.read().float().view(-(-num_rows // block_rows), -1)
+        starts = torch.arange(0, num_columns, num_columns // part.shape[-1])
+        part.values.copy_(
+            part.within(scales[torch.arange(num_rows) // block_rows][:, starts // block_columns].contiguous())
+        )
 
 
 @dataclass(frozen=True)
@@ -113,19 +120,19 @@ Readable = StoredTensor | ScaledTensor | FourBitStack
 def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, Readable]:
     """The tensors of a folder by name, with quantized weights and their scales merged into one entry.
 
-    config: the `quantization_config` of config.json, or empty. Raises ValueError if scales do not fit their weight.
+    config: the `quantization_config` of config.json, or empty. Raises ValueError, before anything is read, if a piece of a weight
+    is missing or has another dtype or shape than its format, or if there are scales of a weight that is not quantized.
     """
     if config.get("quant_method") == "mxfp4":
         stacks = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+        made = {name: _four_bit_stack(name, stored) for name in stacks}
         pieces = {f"{name}_{kind}" for name in stacks for kind in ("blocks", "scales")}
-        made = {name: FourBitStack(stored[f"{name}_blocks"], _scales(stored, f"{name}_scales")) for name in stacks}
-        for name, stack in made.items():
-            if len(stack.blocks.shape) != 4 or stack.exponents.shape != stack.blocks.shape[:3]:
-                raise ValueError(_misfit(name, stack.blocks, stack.exponents))
     elif config.get("quant_method") == "fp8":
         names = [name for name, tensor in stored.items() if tensor.dtype_name == "F8_E4M3"]
-        pieces = {name for name in stored if name.endswith(("_scale_inv", ".activation_scale"))} | set(names)
         made = {name: _scaled(name, stored, config.get("weight_block_size")) for name in names}
+        pieces = {*names, *(f"{name}{_OF_BLOCKS}" for name in names)}
+        pieces |= {name for name in stored if name.endswith(".activation_scale")}
+        _check_all_read(stored, pieces)
     else:
         return dict(stored)
     return {**{name: tensor for name, tensor in stored.items() if name not in pieces}, **made}
@@ -134,21 +141,18 @@ def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
 def form_in_folder(name: str, tensors: Sequence[Readable], shape: Sequence[int], dtype: torch.dtype) -> Frozen | None:
     """The form of a parameter whose pieces a folder stores as `tensors`, on the meta device; None if it is not quantized there.
 
-    Raises ValueError if blocks of scales do not divide the columns.
+    If blocks of scales do not divide the columns, as in 576 columns and blocks of 128, the form has narrower ones that do (64), whose
+    scales are repeated: the values are the same.
     """
-    first = tensors[0]
-    if isinstance(first, FourBitStack):
+    if isinstance(tensors[0], FourBitStack):
         return empty_mxfp4(shape, dtype)
-    widths = {tensor.block[1] if isinstance(tensor, ScaledTensor) else None for tensor in tensors}
-    if None in widths:
-        return None
     *rows, num_columns = shape
-    width = widths.pop() or num_columns
-    if widths or num_columns % width:
-        raise ValueError(
-            f"{first.file}: {name} has {num_columns} columns, which its blocks of {width} columns do not divide, so it cannot be "
-            "kept in float8. Set lora.quantize=none or nf4."
-        )
+    width = num_columns
+    for tensor in tensors:
+        if not isinstance(tensor, ScaledTensor):
+            return None
+        if tensor.block[1] < num_columns:
+            width = math.gcd(width, tensor.block[1])
     numbers = torch.empty(*rows, num_columns, dtype=torch.float8_e4m3fn, device="meta")
     scales = torch.empty(*rows, num_columns // width, device="meta")
     return Frozen(Form("float8", tuple(shape), dtype), (numbers, scales))
@@ -168,19 +172,50 @@ def empty_mxfp4(shape: Sequence[int], dtype: torch.dtype) -> Frozen:
 
 
 def _scaled(name: str, stored: Mapping[str, StoredTensor], block: Any) -> ScaledTensor:
-    numbers, scales = stored[name], _scales(stored, f"{name}_scale_inv")
-    if len(numbers.shape) == 2 and math.prod(scales.shape) == 1:
-        return ScaledTensor(numbers, scales, numbers.shape)  # type: ignore[arg-type]
+    numbers, scales = _piece(stored, name, "F8_E4M3"), _piece(stored, f"{name}{_OF_BLOCKS}", *_FLOATS)
+    if len(numbers.shape) != 2:
+        raise ValueError(
+            f"{numbers.file}: {name} is in float8 and has the shape {list(numbers.shape)}; expected a matrix."
+        )
+    if math.prod(scales.shape) == 1:
+        return ScaledTensor(numbers, scales, (numbers.shape[0], numbers.shape[1]))
     is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    if not is_pair or scales.shape != tuple(-(-n // size) for n, size in zip(numbers.shape, block, strict=False)):
-        raise ValueError(_misfit(name, numbers, scales) + f" weight_block_size is {block!r}.")
+    grid = tuple(-(-n // size) for n, size in zip(numbers.shape, block, strict=True)) if is_pair else ()
+    if scales.shape != grid:
+        raise ValueError(_misfit(name, numbers, scales) + f" weight_block_size is {block!r:.100}.")
     return ScaledTensor(numbers, scales, (block[0], block[1]))
 
 
-def _scales(stored: Mapping[str, StoredTensor], name: str) -> StoredTensor:
+def _four_bit_stack(name: str, stored: Mapping[str, StoredTensor]) -> FourBitStack:
+    blocks, exponents = (_piece(stored, f"{name}_{kind}", "U8") for kind in ("blocks", "scales"))
+    if len(blocks.shape) != 4 or blocks.shape[3] != 16:
+        expected = "experts, rows, and groups of 16 bytes"
+        raise ValueError(f"{blocks.file}: {name}_blocks has the shape {list(blocks.shape)}; expected {expected}.")
+    if exponents.shape != blocks.shape[:3]:
+        raise ValueError(_misfit(name, blocks, exponents))
+    return FourBitStack(blocks, exponents)
+
+
+def _piece(stored: Mapping[str, StoredTensor], name: str, *dtype_names: str) -> StoredTensor:
+    """A tensor of a quantized weight, which has one of these dtypes and is not empty."""
     if name not in stored:
         raise ValueError(f"the weights lack {name}, which config.json's quantization_config requires.")
-    return stored[name]
+    piece = stored[name]
+    if piece.dtype_name not in dtype_names or 0 in piece.shape:
+        found = f"{name} is {piece.dtype_name} of the shape {list(piece.shape)}"
+        raise ValueError(
+            f"{piece.file}: {found}; expected {' or '.join(dtype_names)} values. Download the folder again."
+        )
+    return piece
+
+
+def _check_all_read(stored: Mapping[str, StoredTensor], pieces: set[str]) -> None:
+    """Raise ValueError for scales whose weight is missing or not quantized, so that its numbers would be read without them."""
+    for name in stored.keys() - pieces:
+        if name.endswith(_OF_BLOCKS):
+            weight = stored.get(name.removesuffix(_OF_BLOCKS))
+            found = "missing" if weight is None else f"stored as {weight.dtype_name}"
+            raise ValueError(f"{stored[name].file}: {name} has scales of a weight that is {found}; expected F8_E4M3.")
 
 
 def _misfit(name: str, numbers: StoredTensor, scales: StoredTensor) -> str:

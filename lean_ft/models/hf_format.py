@@ -4,7 +4,7 @@ Every tensor is checked against config.json before memory is allocated. A missin
 error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from lean_ft.gguf.cache import gguf_file, names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.images.rules import image_rules
 from lean_ft.models.config_json import (
-    MAX_LAYERS,
     OF_REWARD,
     as_its_family,
     decoder_config,
@@ -28,6 +27,7 @@ from lean_ft.models.config_json import (
 )
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized, form_in_folder
+from lean_ft.models.drafting import drafting_of, is_drafting
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.float32_products import use_float32_products
 from lean_ft.models.frozen_weight import TENSORS, Frozen
@@ -38,6 +38,7 @@ from lean_ft.models.source import Source, all_tensors, name_in_language_model, p
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
 from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
 from lean_ft.settings import MemoryConfig, ModelConfig, spelled_out
+from lean_ft.system.config_fields import end_ids
 from lean_ft.system.shards import Part, part_of, remember_cuts
 from lean_ft.system.user_functions import OWN_FAMILIES, use_family
 from lean_ft.system.whole_files import read_json
@@ -224,6 +225,7 @@ def _meta_model(
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
         part_of="" if stored_config is whole_config else whole_config["model_type"],
         new_ids=list(new_ids),
+        end_ids=end_ids(folder),
         quantization=hf_config.get("quantization_config") or {},
         score_is_new=labels is not None and not gives_scores(stored_config),
     )
@@ -231,11 +233,10 @@ def _meta_model(
         if MULTIMODAL[model.source.part_of].stacks_experts:
             model.source.stacks = dict.fromkeys(_one_per_expert(model), False)
         model.source.names = {model.source.name_in_whole(place): place for place in tensors_on_disk(model)}
-    generation_config = folder / "generation_config.json"
-    ends = read_json(generation_config).get("eos_token_id")
-    if not all(end is None or type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
-        raise ValueError(f"{generation_config}: eos_token_id is {ends!r}; expected an id or a list of ids.")
-    model.source.generation_config = generation_config.read_bytes() if generation_config.is_file() else None
+    if (generation_config := folder / "generation_config.json").is_file():
+        model.source.generation_config = generation_config.read_bytes()
+    elif model.source.part_of and (ends := model.source.end_ids):  # the whole's come before those of its text_config
+        model.source.config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef
     if model.router_aux_loss_coef and (model.mixture is None or model.mixture.score != "softmax"):
@@ -263,6 +264,8 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     model.source.stacks = dict.fromkeys(stacks, are_transposed)
     own |= {name: tensor.transposed for name, tensor in stacks.items() if are_transposed}
     stored = _match(model, own, folder)
+    if not model.config.num_scores:  # a score drafts no tokens
+        model.source.drafting = drafting_of(names, whole, model.source, model.config.vocab_size)
     if model.source.part_of:
         # Some folders store a tied output layer too.
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
@@ -321,19 +324,19 @@ def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> 
 def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[str, Readable]:
     """The stored tensors of the model's parameters. Raises ValueError unless they match one to one."""
     config = model.config
-    # Not read, as in transformers: rotary frequencies of early Llama folders, and layers for multi-token prediction.
-    first, num_drafting = config.num_layers, _num_drafting_layers(model.source.config)
-    unread = ("mtp.", *(f"model.layers.{i}." for i in range(first, first + num_drafting)))
-    # Some folders store keys and values of layers that use another layer's.
+    # Not read, as in transformers: drafting layers, rotary frequencies of early Llama folders, and keys and values of layers that
+    # use another layer's.
     keys_elsewhere = [i for i, layer in enumerate(config.layers) if layer.kv_from_layer is not None]
-    unread += tuple(
+    unread = tuple(
         f"model.layers.{i}.self_attn.{own}" for i in keys_elsewhere for own in ("k_proj.", "v_proj.", "k_norm.")
     )
     embedding, head = (model.source.places(f"{own}.weight")[0] for own in ("model.embed_tokens", "lm_head"))
     unread += (head.removesuffix("weight"),) if model.source.score_is_new else ()
     ends = (".rotary_emb.inv_freq", *model.source.family.unread)
     stored = {
-        name: tensor for name, tensor in stored.items() if not name.startswith(unread) and not name.endswith(ends)
+        name: tensor
+        for name, tensor in stored.items()
+        if not name.startswith(unread) and not name.endswith(ends) and not is_drafting(name, model.source.config)
     }
     expected = {name: part.shape for name, part in parts_on_disk(model, as_read=True).items()}
     if model.source.score_is_new:
@@ -360,12 +363,6 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
             stored_as = f"{name} is stored as {tensor.dtype_name}; expected F32, BF16, F16 or F64"
             raise ValueError(f"{tensor.file}: {stored_as}. Use the unquantized model.")
     return stored
-
-
-def _num_drafting_layers(hf_config: Mapping[str, Any]) -> int:
-    """Number of layers after the last that draft tokens for speculative decoding."""
-    number = next((n for key in ("num_nextn_predict_layers", "num_mtp_layers") if (n := hf_config.get(key))), 0)
-    return number if isinstance(number, int) and 0 <= number < MAX_LAYERS else 0
 
 
 def _check_tied(embedding: Readable, head: Readable) -> None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ _ORDER = list(_NAMES)
 _MAX_HEADER_BYTES = 2**25
 MAX_TENSORS, MAX_NAME_CHARACTERS = 2**17, 1000
 _STAGING_BYTES = 2**20
+_COPIED_BYTES = 2**24  # at a time
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class StoredTensor:
         return replace(self, shape=(*self.shape[:1], *self.shape[:0:-1]), is_transposed=True)
 
     def read(self) -> Tensor:
-        """The tensor on the CPU."""
+        """The tensor on the CPU. Raises ValueError if its dtype is not supported."""
+        if self.dtype is None:
+            raise ValueError(f"{self.file}: a tensor is stored as {self.dtype_name:.20}; expected one of {', '.join(_DTYPES)}.")
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.read_part(part_of(tensor))
         return tensor
@@ -176,13 +179,26 @@ def _follows(end: int, shape: Any, offsets: Any, dtype: torch.dtype | None) -> b
     return start == end <= stop and (dtype is None or stop - start == math.prod(shape) * dtype.itemsize)
 
 
+class Stored(Protocol):
+    """A tensor on disk, of which a part can be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read_part(self, part: Part) -> None: ...
+
+
 def write_file(
-    file: Path, tensors: Mapping[str, Tensor | Part], metadata: Mapping[str, str], ranks: Ranks = ALONE
+    file: Path,
+    tensors: Mapping[str, Tensor | Part],
+    metadata: Mapping[str, str],
+    ranks: Ranks = ALONE,
+    copied: Mapping[str, Stored] = {},
 ) -> None:
     """Write tensors to a file atomically, one at a time.
 
     All `ranks` call this with their parts of the same tensors. The bytes do not depend on the number of ranks. If one rank
-    fails, all raise.
+    fails, all raise. Tensors on the meta device are those of `copied`, which rank 0 reads and writes in pieces of some MiB.
     """
     parts = {name: tensor if isinstance(tensor, Part) else part_of(tensor) for name, tensor in tensors.items()}
     names = sorted(parts, key=lambda name: (_ORDER.index(parts[name].dtype), name))
@@ -207,9 +223,11 @@ def write_file(
         def write_mine() -> None:
             with open(temporary, "r+b", buffering=0) as stream:
                 for name in names:
-                    part = parts[name]
-                    if not part.is_kept_by_others:
-                        _write_part(stream, part, len(encoded) + starts[name])
+                    part, offset = parts[name], len(encoded) + starts[name]
+                    if part.values.is_meta and ranks.rank == 0:
+                        _copy(stream, copied[name], part, offset)
+                    elif not part.values.is_meta and not part.is_kept_by_others:
+                        _write_part(stream, part, offset)
                 if ranks.size > 1:  # on a shared disk rank 0 may not sync other ranks' writes
                     os.fsync(stream.fileno())
 
@@ -243,6 +261,18 @@ def _write_part(stream: RawIOBase, part: Part, offset: int) -> None:
         while remaining:  # one write takes at most 2 GiB
             remaining = remaining[stream.write(remaining) :]
         done += length * size
+
+
+def _copy(stream: RawIOBase, stored: Stored, place: Part, offset: int) -> None:
+    """Write a stored tensor, which starts at byte `offset`, some rows at a time; `place` has its shape and dtype."""
+    num_rows, numel = (*place.shape, 1)[0], math.prod(place.shape)
+    of_row = numel // max(1, num_rows)
+    step = max(1, _COPIED_BYTES // max(1, of_row * place.dtype.itemsize))
+    for first in range(0, num_rows if numel else 0, step):
+        shape = (min(step, num_rows - first), *place.shape[1:])[: len(place.shape)]
+        rows = Part(torch.empty(shape, dtype=place.dtype), place.shape, first * of_row)
+        stored.read_part(rows)
+        _write_part(stream, rows, offset)
 
 
 def _bytes_of(flat: Tensor) -> memoryview:

@@ -5,7 +5,8 @@ vision tower was loaded, the whole multimodal folder is written, and tensors tha
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from lean_ft.models.config_json import OF_SCORES
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
+from lean_ft.models.drafting import drafting_tensors, without_drafting
 from lean_ft.models.new_model import empty_decoder
 from lean_ft.models.safetensors_file import write_file
 from lean_ft.models.source import parts_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, WEIGHTS_INDEX, first_few, stored_tensors
+from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import read_json, write_json, write_whole
 
@@ -61,7 +64,10 @@ def save_model(
     folder = Path(path)
     whole = whole or model.vision is not None
     parts = dict(parts_on_disk(model, as_read=whole) if weights is None else weights)
-    parts, copied = _in_whole(model, parts) if whole else (parts, {})
+    if whole:
+        parts, copied = _in_whole(model, parts)
+    else:
+        parts, copied = _with_drafting(model, parts, ranks)
     ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
     split = split_state_dict_into_shards_factory(
         parts,
@@ -69,18 +75,22 @@ def save_model(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
+    ranks.on_rank_zero(lambda: _check_apart(model, folder, split, copied))
     for file_name, names in split.filename_to_tensors.items():
-        tensors = {name: _read(copied[name]) if name in copied else parts[name] for name in names}
-        write_file(folder / file_name, tensors, {"format": "pt"}, ranks)
+        write_file(folder / file_name, {name: parts[name] for name in names}, {"format": "pt"}, ranks, copied)
     ranks.on_rank_zero(lambda: _write_index(folder, split))
-    ranks.on_rank_zero(lambda: _write_configs_of_whole(model, folder) if whole else write_configs(model, folder))
+    drafts = not copied.keys().isdisjoint(model.source.drafting)
+    write = _write_configs_of_whole if whole else partial(write_configs, drafts=drafts)
+    ranks.on_rank_zero(lambda: write(model, folder))
 
 
-def write_configs(model: Decoder, folder: Path, **more: Any) -> None:
-    """Write config.json with the model's dtype and the fields `more`, and the loaded generation_config.json."""
-    spelled = [key for key in ("dtype", "torch_dtype") if key in model.source.config] or ["dtype"]
+def write_configs(model: Decoder, folder: Path, drafts: bool = False, **more: Any) -> None:
+    """Write config.json with the model's dtype and the fields `more`, and the loaded generation_config.json. Without `drafts`, the
+    folder has no drafting layers."""
+    config = model.source.config if drafts else without_drafting(model.source.config)
+    spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     dtype = str(model.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {**model.source.config, **dict.fromkeys(spelled, dtype), **more})
+    write_json(folder / "config.json", {**config, **dict.fromkeys(spelled, dtype), **more})
     _write_generation_config(model, folder)
 
 
@@ -116,15 +126,44 @@ def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part
     copied = {name: stored[name] for name in others}
     if unknown := [name for name, tensor in copied.items() if tensor.dtype is None]:
         raise ValueError(f"{copied[unknown[0]].file}: {unknown[0]} has a dtype that cannot be copied.")
-    places = {name: part_of(torch.empty(t.shape, dtype=t.dtype, device="meta")) for name, t in copied.items()}
+    places = {name: _place(tensor.shape, tensor.dtype) for name, tensor in copied.items()}
     written = {name: source.turned(own, parts[own]) for name, own in source.names.items() if own is not None}
     return {name: written.get(name) or places[name] for name in source.names}, copied
 
 
-def _read(stored: Readable) -> Part:
-    part = part_of(torch.empty(stored.shape, dtype=stored.dtype))
-    stored.read_part(part)
-    return part
+def _with_drafting(
+    model: Decoder, parts: Mapping[str, Part], ranks: Ranks
+) -> tuple[dict[str, Part], dict[str, Readable]]:
+    """The model's `parts` and as parts without values the tensors of its drafting layers, which are also returned as stored on rank 0,
+    the only one that reads them: a folder may be on the disk of one machine."""
+    found = dict[str, Readable]()
+
+    def find() -> dict[str, Any]:
+        try:
+            found.update(drafting_tensors(model.source))
+        except ValueError as error:
+            say("WARNING", f"saved without drafting layers: {error}. config.json promises none")
+        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in found.items()}
+
+    shapes = ranks.on_rank_zero(find)
+    places = {
+        name: _place(shape, getattr(torch, dtype.removeprefix("torch."))) for name, (shape, dtype) in shapes.items()
+    }
+    return {**parts, **places}, found
+
+
+def _check_apart(model: Decoder, folder: Path, split: Any, copied: Mapping[str, Readable]) -> None:
+    """Raise ValueError if a file that tensors are copied from would be replaced before they are read."""
+    source = model.source.folder
+    if copied and split.is_sharded and source is not None and source.resolve() == folder.resolve():
+        raise ValueError(
+            f"tensors of {folder} are copied, so the model cannot be saved there. Save it to another folder."
+        )
+
+
+def _place(shape: Sequence[int], dtype: torch.dtype | None) -> Part:
+    """The place of a tensor that is copied."""
+    return part_of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
 def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
@@ -141,6 +180,7 @@ def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
 
     config = read_json(whole / "config.json", CONFIG_PURPOSE)
     changed = {**updated(config), **{key: updated(config[key]) for key in ("text_config",) if key in config}}
+    changed = changed if model.source.drafting else without_drafting(changed)
     for name in ("config.json", *PROCESSOR_FILES):
         if (whole / name).is_file() and whole.resolve() != folder.resolve():
             shutil.copyfile(whole / name, folder / name)

@@ -55,6 +55,8 @@ class Source:
     stacks: dict[str, bool] = field(default_factory=dict)
     """Parameters of experts that the folder stores as one tensor instead of one per expert, and whether their matrices are
     transposed there, as in the published Qwen3-VL."""
+    drafting: dict[str, str] = field(default_factory=dict)
+    """The folder's names of tensors of drafting layers, which saving copies, by their names in a folder of the language model."""
     new_ids: list[int] = field(default_factory=list)
     """Ids of added tokens, whose rows the folder does not have."""
     quantization: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +65,8 @@ class Source:
     """The form in which the folder has a parameter, on the meta device, or None if it is not quantized. None for random weights
     and in plans."""
     generation_config: bytes | None = None
+    end_ids: list[int] = field(default_factory=list)
+    """The ids at which the folder's files ask to stop."""
     score_is_new: bool = False
     """Whether the score layer of a reward model was added to a language model's folder."""
     unread: "Unread | None" = None

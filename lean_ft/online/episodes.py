@@ -92,9 +92,9 @@ class RecordedResults:
             return self._known[key].pop(0) if self._known.get(key) else None
 
     def add(self, key: str, **values: Any) -> None:
-        line = json.dumps({"round": self.round, "key": key, **values})
+        line = _with_sum({"round": self.round, "key": key, **values})
         with self._lock, open_in_place(self._path, "a") as file:
-            file.write(line + "\n")
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
@@ -108,16 +108,30 @@ class RecordedResults:
 
     def _keep(self, rows: list[dict[str, Any]]) -> None:
         with write_whole(self._path, on_disk=True) as file:
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            file.write_text("".join(map(_with_sum, rows)))
 
     def _rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for line in self._path.read_bytes().splitlines() if self._path.exists() else ():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # it was cut
-                continue
+        """The lines that are as they were written. Others are left out with a remark: their calls are made again."""
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        rows = [row for line in lines if (row := _row(line)) is not None]
+        if other := len(lines) - len(rows):
+            say("tools", f"{self._path}: {other} of {len(lines)} lines are cut or changed. Their calls are made again")
         return rows
+
+
+def _with_sum(row: dict[str, Any]) -> str:
+    """A line of the file, which ends with a checksum of the rest."""
+    return json.dumps({**row, "sum": blake2b(json.dumps(row).encode(), digest_size=8).hexdigest()}) + "\n"
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line that `_with_sum` wrote; None for any other."""
+    try:
+        row = json.loads(line)
+        del row["sum"]
+        return row if _with_sum(row).encode() == line else None
+    except (ValueError, KeyError, TypeError, RecursionError):  # it was cut, or is not ours
+        return None
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,9 @@ def read_adapter(folder: Path) -> StoredAdapter:
         raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
     tensors, in_file, outside = dict[str, "StoredTensor | StackedFactor"](), dict[str, str](), list[str]()
     for name, stored in read_header(folder / WEIGHTS_FILE).items():
+        if not stored.shape or 0 in stored.shape:
+            found = f"{name} has the shape {list(stored.shape)}"
+            raise ValueError(f"{stored.file}: {found}; expected a vector or a matrix with values.")
         if not name.startswith(PREFIX):
             raise ValueError(f"{stored.file}: {name} is not a PEFT tensor name; expected {PREFIX}...")
         # Older versions of PEFT append .weight to the magnitude's name.

@@ -21,9 +21,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder, empty_model
-from lean_ft.models.safetensors_file import read_header, write_file
+from lean_ft.models.safetensors_file import StoredTensor, read_header, write_file
 from lean_ft.models.saving import write_configs
 from lean_ft.models.source import tensors_on_disk
+from lean_ft.models.stored_weights import DTYPES
 from lean_ft.quantize.cpu_linear import fast_linear
 from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, QuantizedKind, RecipeConfig
 from lean_ft.system.whole_files import read_json
@@ -120,12 +121,14 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     model, file = empty_model(folder, dtype, is_quantized=True), folder / "model.safetensors"
-    stored = {name: tensor.read() for name, tensor in read_header(file).items()}
+    header, kind, group_size = read_header(file), *_kind_of(folder)
+    _check_pieces(file, header, empty_model(folder, dtype, is_quantized=True), kind, group_size)
+    stored = {name: tensor.read() for name, tensor in header.items()}
     try:
         with safe_open(file, "pt") as opened:
             tensors, others = unflatten_tensor_state_dict(stored, opened.metadata())
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} has no weights of torchao ({error!r}). Quantize the model again.") from None
+    except Exception as error:  # its metadata can be any text
+        raise ValueError(f"{file} has no weights of torchao ({error!r:.200}). Quantize the model again.") from None
     expected = {name: (parameter.shape, dtype) for name, parameter in model.named_parameters()}
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     for name in sorted({*expected, *found, *others}):
@@ -138,21 +141,48 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
         place, _, own = name.rpartition(".")
         setattr(model.get_submodule(place), own, nn.Parameter(tensors.pop(name), requires_grad=False))
     del stored
-    kind, group_size = _kind_of(read_json(folder / "config.json")["quantization_config"].get("quant_type"))
     for name, linear in list(model.named_modules()):
         if isinstance(linear, nn.Linear) and hasattr(linear.weight, "qdata"):
             model.set_submodule(name, fast_linear(linear, kind, group_size))
     return model
 
 
-def _kind_of(quant_type: Any) -> tuple[str | None, int]:
-    """The kind and group size that `save_quantized` wrote to config.json; None for other settings of torchao."""
+def _kind_of(folder: Path) -> tuple[str, int]:
+    """The kind and group size that `save_quantized` wrote to config.json. Raises ValueError for other settings of torchao."""
     from torchao.core.config import config_to_dict
 
-    group_sizes = re.findall(r"'group_size': (\d+)", str(quant_type))
-    group_size = int(group_sizes[0]) if group_sizes else 32
+    quant_type = read_json(folder / "config.json")["quantization_config"].get("quant_type")
+    group_sizes = re.findall(r"'group_size': (\d{1,6})\b", str(quant_type))
+    group_size = max(1, int(group_sizes[0])) if group_sizes else 32
     kinds = (kind for kind in KINDS if quant_type == {"default": config_to_dict(torchao_config(kind, group_size))})
-    return next(kinds, None), group_size
+    if (kind := next(kinds, None)) is None:
+        found = f"{folder / 'config.json'}: quant_type is {quant_type!r:.200}"
+        raise ValueError(f"{found}; expected that of a model which `leanft run quantize` wrote: {', '.join(KINDS)}.")
+    return kind, group_size
+
+
+def _check_pieces(file: Path, stored: Mapping[str, StoredTensor], like: Decoder, kind: str, group_size: int) -> None:
+    """Raise ValueError unless the file has the tensors of the model `like`, which is on the meta device, once it is quantized: the
+    numbers, scales and zero points of each weight, in their shapes and dtypes. Wider or narrower floats are compared later."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    quantize(like, kind, group_size)
+    weights: Any = {name: parameter.detach() for name, parameter in like.named_parameters()}
+    pieces, _ = flatten_tensor_state_dict(weights)
+    if different := sorted(pieces.keys() ^ stored.keys()):
+        is_missing = different[0] in pieces
+        found = f"{different[0]} is {'missing' if is_missing else 'unexpected'}"
+        raise ValueError(
+            f"{file} has no weights of torchao as its config.json describes them: {found}. Quantize the model again."
+        )
+    for name, piece in pieces.items():
+        dtypes = (piece.dtype, stored[name].dtype)
+        if stored[name].shape != tuple(piece.shape) or (
+            piece.dtype != stored[name].dtype and not set(dtypes) <= {*DTYPES}
+        ):
+            weight = re.sub(r"\._weight_\w+$", ".weight", name)
+            found = f"{stored[name].dtype_name} of the shape {list(stored[name].shape)}"
+            raise ValueError(f"{file}: {weight} does not fit config.json: {name} is {found}. Quantize the model again.")
 
 
 def save_quantized(model: Decoder, tokenizer: Tokenizer | None, folder: Path, kind: str, group_size: int) -> None:

@@ -1,7 +1,10 @@
 """Checked access to the fields of a config.json, and of the files beside it."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from lean_ft.system.whole_files import read_json
 
 MAX_COUNT = 2**24  # larger counts in config.json are damage, and would be computed for hours
 MAX_NUMBER = 1e30  # leaves room for products; an integer of config.json may not fit a float
@@ -98,6 +101,21 @@ class ConfigFields:
         if self.get(name) is None:
             raise ValueError(f"{self.where}: the field {name} is missing; it is required.")
         return self.values[name]
+
+
+def end_ids(folder: Path) -> list[int]:
+    """The ids at which a model's folder asks to stop, as transformers reads them: those of generation_config.json, or without this
+    file those of config.json or of its text_config. Raises ValueError for anything but ids."""
+    file = folder / "generation_config.json"
+    file = file if file.is_file() else folder / "config.json"
+    settings = read_json(file)
+    ends, text = settings.get("eos_token_id"), settings.get("text_config")
+    if ends is None and isinstance(text, dict) and file.name == "config.json":
+        ends = text.get("eos_token_id")
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int for end in ids):
+        raise ValueError(f"{file}: eos_token_id is {ends!r:.200}; expected an id or a list of ids.")
+    return ids
 
 
 def listed(names: Iterable[str]) -> str:

@@ -44,6 +44,9 @@ TRAINING_STATE_FILE = f"{STATE_FOLDER}/training_state.json"
 RANDOM_STATE_FILE = f"{STATE_FOLDER}/random_state.json"
 QUICK_BYTES = 2**20  # a quick check does not compute the checksums of larger files
 
+_ADDED = ("tokens", "step_seconds", "peak_memory_bytes", "loss", "eval_loss")  # fields that tables compute with
+_MAX_STEP, _MAX_VALUE = 2**53, 1e300
+
 DAMAGED = "The checkpoint is damaged."
 NAME = re.compile(r"step_(\d{8,})")
 
@@ -81,12 +84,22 @@ def read_run(directory: Path, remark: str = "", *, quick: bool = False) -> Recor
 
 
 def parse_line(line: bytes) -> Row | None:
-    """Parse a line of metrics.jsonl; None if it is not a whole line with a step."""
+    """Parse a line of metrics.jsonl; None if it is not a whole line with a step, or has a value that no run writes: a number that
+    is not finite or too large to compute with, or no number where a table adds numbers."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < _MAX_STEP:
+        return None
+    numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
+    is_whole = all(row.get(name) is None or name in numbers for name in _ADDED)
+    return row if is_whole and all(-_MAX_VALUE < value < _MAX_VALUE for value in numbers.values()) else None
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The readable lines of metrics.jsonl, whose run may be under way."""
+    return [row for row in map(parse_line, path.read_bytes().splitlines(keepends=True)) if row is not None]
 
 
 def lines_until(path: Path, step: int) -> tuple[list[Row], int]:

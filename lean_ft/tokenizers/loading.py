@@ -34,6 +34,8 @@ TOKENIZER_FILES = (
 )
 # Folders of named templates, next to `chat_template.jinja`. transformers 5 writes the first.
 TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
+# Fields of tokenizer_config.json that would give text other ids.
+_NOT_BESIDE_PIECES = ("sp_model_kwargs", "do_lower_case", "split_special_tokens")
 _STRETCHED = ("linear", "dynamic", "yarn")  # rope scalings whose factor multiplies the original context
 
 
@@ -121,12 +123,18 @@ def _read_folder(folder: Path, chat_template: Path | None) -> Tokenizer:
         named.setdefault("bos_token", "<|begin_of_text|>")
         named.setdefault("eos_token", "<|eot_id|>" if "chat_template" in config else "<|end_of_text|>")
     elif tokenizer_model.is_file():
+        if unread := [name for name in _NOT_BESIDE_PIECES if config.get(name)]:
+            raise ValueError(
+                f"{folder / 'tokenizer_config.json'}: {unread[0]} is {config[unread[0]]!r:.100}, which is not supported beside "
+                "tokenizer.model. Save a tokenizer.json with transformers."
+            )
         vocabulary = SentencePieceModel(
             tokenizer_model,
             added_tokens,
             adds_bos=config.get("add_bos_token", True),
             adds_eos=config.get("add_eos_token", False),
             legacy=config.get("legacy") or False,
+            add_prefix_space=_flag_or_null(config, "add_prefix_space", folder),
         )
         for key, default in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")):
             if key not in config and vocabulary.token_id(default) is not None:
@@ -177,6 +185,12 @@ def _read_template(file: Path) -> str:
         raise ValueError(f"the chat template {file} cannot be read: {error.strerror}.") from None
 
 
+def _flag_or_null(config: dict[str, Any], name: str, folder: Path) -> bool | None:
+    if (value := config.get(name)) is not None and not isinstance(value, bool):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: {name} is {value!r:.100}; expected true, false or null.")
+    return value
+
+
 def _content(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
 
@@ -220,8 +234,10 @@ def _token(value: str | dict[str, Any], special: bool | None = None) -> AddedTok
 
 
 def _id_from_model_configs(folder: Path, key: str, vocab_size: int) -> int | None:
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get(key)
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    for settings in (read_json(folder / "generation_config.json"), config, text if isinstance(text, dict) else {}):
+        value = settings.get(key)
         if isinstance(value, list):
             value = value[0] if value else None
         if isinstance(value, int) and 0 <= value < vocab_size:

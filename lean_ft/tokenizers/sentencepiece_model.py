@@ -1,7 +1,8 @@
 """SentencePiece models named `tokenizer.model`: Llama 2, Mistral 7B and other models of 2023.
 
 SentencePiece computes the ids of text. Control tokens are matched first, as in transformers. If `legacy` is true in
-tokenizer_config.json (default: false), text after a control token gets the word-start mark again.
+tokenizer_config.json (default: false), text after a control token gets the word-start mark again. If `add_prefix_space` is false
+there, no text gets it.
 """
 
 import re
@@ -31,16 +32,23 @@ class SentencePieceModel(AddedTokensFirst):
         adds_bos: bool,
         adds_eos: bool,
         legacy: bool,
+        add_prefix_space: bool | None = None,
     ):
+        """add_prefix_space: whether the start of a text gets the word-start mark; None: as the model says."""
         model = read_bounded(path)
         try:
-            self._processor: Any = SentencePieceProcessor(model_proto=model)
-            self._inside: Any = (
-                self._processor if legacy else SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
-            )
+            own = SentencePieceProcessor(model_proto=model)
+            inside = SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
+            self._processor: Any = inside if add_prefix_space is False else own
+            self._inside: Any = self._processor if legacy else inside
             self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
         except Exception as error:  # RuntimeError in some versions of the library, ValueError in others
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from None
+        if add_prefix_space and not self._marks_words:
+            raise ValueError(
+                f"{path} does not mark the start of a text, and tokenizer_config.json has add_prefix_space=true. Take both files "
+                "from the same model, or save a tokenizer.json with transformers."
+            )
         self.adds_bos, self.adds_eos = adds_bos, adds_eos
         if (num_pieces := self._processor.get_piece_size()) > MAX_TOKENS:
             raise ValueError(f"{path} has {num_pieces:,} pieces; expected at most {MAX_TOKENS:,}.")

@@ -13,9 +13,10 @@ import numpy as np
 
 from lean_ft.images.rules import ImageRules
 from lean_ft.settings.other_tools import table
+from lean_ft.system.config_fields import end_ids
 from lean_ft.system.foreign_values import MARKERS, plain
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.whole_files import write_json
+from lean_ft.system.whole_files import read_json, write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, ROLES, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.forms import Forms
 from lean_ft.tokenizers.passages import Passage, spans_of, without, without_markers
@@ -384,15 +385,12 @@ class Tokenizer:
         self._save_turn_ends(folder)
 
     def _save_turn_ends(self, folder: Path) -> None:
-        config, generation_config = folder / "config.json", folder / "generation_config.json"
-        if not config.is_file() or not self.turn_ends:
+        generation_config = folder / "generation_config.json"
+        if not (folder / "config.json").is_file() or not self.turn_ends:
             return
-        file = generation_config if generation_config.is_file() else config
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        ends = settings.get("eos_token_id")
-        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+        ends = end_ids(folder)
         if missing := sorted(self.turn_ends.difference(ends)):
-            others = settings if file is generation_config else {"bos_token_id": self.bos_id}
+            others = read_json(generation_config) or {"bos_token_id": self.bos_id}
             write_json(generation_config, others | {"eos_token_id": ends + missing})
 
     @cached_property

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder, parts_on_disk, save_model
+from lean_ft.models.drafting import drafting_bytes, is_drafting
 from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
+from lean_ft.models.source import source_of
 from lean_ft.optim import Optimizer
 from lean_ft.peft import adapter_bytes, adapter_parts, has_adapter, restore_adapter, save_adapter
 from lean_ft.system.random_state import RandomState
@@ -46,7 +48,7 @@ def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int, tokenizer: To
     if has_adapter(model):
         weights = adapter_bytes(model)
     else:
-        weights = sum(whole_numel(p) * p.element_size() for p in model.parameters())
+        weights = sum(whole_numel(p) * p.element_size() for p in model.parameters()) + drafting_bytes(source_of(model))
     return weights + optimizer_state_bytes + small_files_bytes(tokenizer)
 
 
@@ -126,6 +128,8 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
+    if isinstance(model, Decoder):
+        stored = {name: tensor for name, tensor in stored.items() if not is_drafting(name, model.source.config)}
     if isinstance(model, Decoder) and model.vision is not None:  # the folder has the multimodal model's names
         names = [(name, own) for name, own in model.source.names.items() if own is not None and name in stored]
         stored = {own: stored[name].transposed if model.source.stacks.get(own) else stored[name] for name, own in names}

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from lean_ft.system.installation import install_command
-from lean_ft.system.run_directory import METRICS_FILE, RUN_FILE, parse_line, read_starts
+from lean_ft.system.run_directory import METRICS_FILE, RUN_FILE, read_rows, read_starts
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
 from lean_ft.system.whole_files import write_whole
@@ -125,8 +125,7 @@ def read_curves(runs: Sequence[Path]) -> list[Curves]:
 def _read_run(folder: Path, name: str) -> Curves:
     """Read a run, which may have no line yet. Damaged or incomplete lines are skipped."""
     file = folder / METRICS_FILE
-    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
-    rows = [row for row in map(parse_line, lines) if row is not None]
+    rows = read_rows(file) if file.is_file() else []
     starts = read_starts(folder)
     recipe = {"recipe": starts[-1]["recipe"]} if starts and "recipe" in starts[-1] else {}
     return Curves(name, rows, recipe | starts[-1]["settings"] if starts else {})

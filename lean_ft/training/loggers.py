@@ -24,6 +24,7 @@ from unittest.mock import patch
 from lean_ft.settings import LogConfig
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
+from lean_ft.system.run_directory import read_rows
 from lean_ft.system.whole_files import open_in_place, read_json, write_json, write_whole
 from lean_ft.training.metrics import Row, is_number
 
@@ -141,7 +142,7 @@ class _Csv(_Logger):
             csv.DictWriter(file, self._columns).writerows(_flat(row) for row in rows)
 
     def _write_whole(self) -> None:
-        rows = [_flat(json.loads(line)) for line in self._lines.read_text(encoding="utf-8").splitlines()]
+        rows = [_flat(row) for row in read_rows(self._lines)]
         self._columns = list({name: None for row in rows for name in row})
         with write_whole(self._file) as part, part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._columns)

@@ -13,8 +13,10 @@ from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
 from lean_ft.models.attention.kernels import describe_kernels
 from lean_ft.models.config_json import dropouts
+from lean_ft.models.drafting import drafting_remark
 from lean_ft.models.frozen_weight import num_parameters, quantized_weights
 from lean_ft.optim import first_decay_step, num_warmup_steps
+from lean_ft.peft import has_adapter
 from lean_ft.settings import (
     DataConfig,
     MemoryConfig,
@@ -186,6 +188,8 @@ def describe_model(model: nn.Module) -> str:
         method = source.quantization["quant_method"]
         is_kept = {"mxfp4": "mxfp4", "fp8": "float8"}[method] in {weight.form.kind for weight in quantized}
         text += f"; loaded from {method} weights and " + ("kept so" if is_kept else f"saved in {dtypes[0]}")
+    if not has_adapter(model) and (drafting := drafting_remark(source)):
+        text += f"; {drafting}"
     if ignored := dropouts(source.config):
         text += f"; dropout is ignored ({', '.join(ignored)} in config.json)"
     return text

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,26 @@ def test_what_goes_wrong_is_one_message_without_the_token(
     answer = leanft("push", change.get("source", runs / "full"), change.get("repo", "me/mine"))
     assert (answer.code, message in answer.err) == (code, True), answer.err
     assert not token or token not in answer.out + answer.err
+
+
+def test_damaged_lines_of_a_run_are_left_out_of_cards_tables_and_curves(leanft, runs: Path, tmp_path: Path) -> None:
+    def card(run: Path) -> str:
+        return leanft.ok("push", run, "me/mine", "--dry-run").out.partition("---")[2]
+
+    damaged = Path(shutil.copytree(runs / "full", tmp_path / "full"))
+    lines = (damaged / "metrics.jsonl").read_text().splitlines(keepends=True)
+    row = json.loads(lines[-1]) | {"tokens": 5}
+    odd = [{}, [], 5, None, {"step": None}, {**row, "step": -1}, {**row, "step": 10**400}, {**row, "x": float("nan")}]
+    counts = ("tokens", "step_seconds", "peak_memory_bytes", "eval_loss")
+    odd += [{**row, name: value} for name in counts for value in ("x", [1], {"a": 1}, True, 10**400)]
+    between = [*(json.dumps(one) + "\n" for one in odd), "[" * 9000 + "\n"]
+    (damaged / "metrics.jsonl").write_text("".join([lines[0], *between, *lines[1:], lines[-1][:-9]]))
+    assert card(damaged) == card(runs / "full")
+    listed = [json.loads(leanft.ok("runs", folder, "--json").out) for folder in (damaged, runs / "full")]
+    assert listed[0] == listed[1]
+    leanft.ok("plot", damaged)
+    starts = json.loads((damaged / "run.json").read_text())
+    del starts["starts"][-1]["recipe"]
+    starts["starts"][-1]["settings"]["model.path"] = 5
+    (damaged / "run.json").write_text(json.dumps(starts))
+    assert "| optimizer steps | 3 |" in card(damaged)

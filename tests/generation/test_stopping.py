@@ -9,12 +9,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import lean_ft
 from lean_ft.export import export_folder, export_gguf
 from lean_ft.generation import stop_ids
+from lean_ft.models import load_model, save_model
+from lean_ft.tokenizers import load_tokenizer
 from tests.gguf.llama_server import LlamaServer
+from tests.models.vision.documents import CASES, save
 
 LOOP = "{% for m in messages %}"
 ASKS = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -84,3 +87,48 @@ def test_a_model_that_knows_its_answers_stops_after_them(name: str, tmp_path: Pa
         )
         with urllib.request.urlopen(request, timeout=60) as reply:
             assert json.load(reply)["content"].strip() == answer
+
+
+@pytest.mark.parametrize(
+    ("generation", "top", "text"),
+    [
+        (None, None, [3, 5]),
+        (None, [7, 8], [3, 5]),
+        (None, 7, None),
+        (None, None, None),
+        ({"eos_token_id": [9]}, [7, 8], [3, 5]),
+        ({"do_sample": True}, [7, 8], [3, 5]),
+    ],
+)
+def test_the_ids_of_config_json_are_those_of_transformers(generation, top, text, tmp_path: Path):
+    """Without generation_config.json. Of a whole folder, and of its language model that is saved alone."""
+    folder = save(CASES["gemma3"], tmp_path / "whole")
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": top}
+    config["text_config"]["eos_token_id"] = text
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    theirs = AutoModelForImageTextToText.from_pretrained(folder).generation_config.eos_token_id
+    model = load_model(folder)
+    tokenizer = load_tokenizer("tiny")
+    ids = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+    assert model.source.end_ids == ids
+    assert stop_ids(model, tokenizer) == {*ids, tokenizer.eos_id} | tokenizer.turn_ends
+    save_model(model, tmp_path / "alone")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "alone").generation_config.eos_token_id == theirs
+    for saved in (tmp_path / "alone", folder):
+        tokenizer.save(saved)
+        ends = json.loads((saved / "generation_config.json").read_text())["eos_token_id"]
+        assert ends == [*ids, *sorted(tokenizer.turn_ends - {*ids})]
+
+
+def test_ids_of_another_type_are_refused(tmp_path: Path):
+    folder = save(CASES["gemma3"], tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, "</s>"]}))
+    with pytest.raises(
+        ValueError, match=r"config.json: eos_token_id is \[1, '</s>'\]; expected an id or a list of ids"
+    ):
+        load_model(folder)

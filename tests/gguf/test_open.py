@@ -103,6 +103,19 @@ def test_an_exported_tokenizer_comes_back_unchanged(family, make_model_folder, f
     assert tokenizer.vocab_size == original.vocab_size
 
 
+def test_a_special_token_whose_type_says_unused_is_used(make_model_folder, file):
+    export_gguf(make_model_folder("Qwen2", tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG), file, "f32")
+    stored = header.read_header(file)[0]
+    bos, pad = (stored["tokenizer.ggml.tokens"].index(token) for token in ("<|im_start|>", "a"))
+    types = list(stored["tokenizer.ggml.token_type"])
+    types[bos] = types[pad] = 5
+    ids = {"bos_token_id": bos, "padding_token_id": pad, "add_bos_token": True, "token_type": types}
+    tokenizer = load_tokenizer(edited(file, {f"tokenizer.ggml.{key}": value for key, value in ids.items()}))
+    assert tokenizer.encode("b", True) == [bos, stored["tokenizer.ggml.tokens"].index("b")]
+    assert (tokenizer.bos_id, tokenizer.pad_id) == (bos, pad)
+    assert tokenizer.vocab_size == load_tokenizer(file).vocab_size
+
+
 def test_a_file_has_no_generation_tags(make_model_folder, file):
     """Programs with other versions of Jinja cannot read them."""
     tagged = TEMPLATE.replace("{{ m.content }}", "  {%- generation %}\n{{ m.content }}  {%- endgeneration -%}\n")

@@ -463,12 +463,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": (
         "glm4_moe",
         {"num_hidden_layers": 3, "head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3}
-        | {"moe_intermediate_size": 24, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True},
+        | {"moe_intermediate_size": 24, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True}
+        | {"num_nextn_predict_layers": 0},
     ),
     "glm4_moe_groups": (
         "glm4_moe",
         {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0}
-        | {"moe_intermediate_size": 16, "n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True},
+        | {"moe_intermediate_size": 16, "n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"num_nextn_predict_layers": 0},
     ),
     "ernie4_5_moe": ("ernie4_5_moe", {
         "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24,
@@ -486,13 +488,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", {
         "num_hidden_layers": 3, "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
         "kv_lora_rank": 14, "q_lora_rank": 10, "qk_rope_head_dim": 8, "qk_nope_head_dim": 7, "v_head_dim": 12,
         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     }),
     "deepseek_v3_dense": ("deepseek_v3", {
         "num_key_value_heads": 6, "n_routed_experts": 8, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 2,
         "first_k_dense_replace": 2, "kv_lora_rank": 20, "q_lora_rank": None, "qk_rope_head_dim": 4,
+        "num_nextn_predict_layers": 0,
         "qk_nope_head_dim": 6, "v_head_dim": 16, "rope_interleave": False, "attention_bias": True,
         "tie_word_embeddings": True,
     }),

@@ -12,7 +12,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from lean_ft.models import dequantized as module
 from lean_ft.models import load_model, save_model
 from lean_ft.models.dequantized import FourBitStack, ScaledTensor
+from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.models.safetensors_file import read_header
+from lean_ft.peft.lora import quantize_as_loaded
+from lean_ft.settings import LoRAConfig
 from lean_ft.system.shards import Part
 from lean_ft.training.summary import describe_model
 
@@ -57,9 +60,12 @@ def in_8_bits(block):
         if not name.endswith("proj.weight"):
             return {}, None
         numbers = numbers_of_8_bits(*weight.shape, seed=len(name))
-        grid = [n // size for n, size in zip(weight.shape, block or weight.shape, strict=True)]
+        grid = [-(-n // size) for n, size in zip(weight.shape, block or weight.shape, strict=True)]
         scales = 1e-3 * torch.rand(grid, generator=torch.Generator().manual_seed(1)) + 1e-4
-        meant = Fp8Dequantize(None)._dequantize_one(numbers, scales, torch.bfloat16)
+        # transformers dequantizes whole blocks only: fill up the last ones.
+        filled = torch.zeros([n * size for n, size in zip(grid, block or weight.shape, strict=True)]).to(numbers.dtype)
+        filled[: len(weight), : weight.shape[1]] = numbers
+        meant = Fp8Dequantize(None)._dequantize_one(filled, scales, torch.bfloat16)[: len(weight), : weight.shape[1]]
         scales = scales.view(()) if block is None else scales
         own = {name: numbers, f"{name}_scale_inv": scales}
         return {**own, name.replace("weight", "activation_scale"): torch.ones(())}, meant
@@ -67,7 +73,7 @@ def in_8_bits(block):
     return replace
 
 
-@pytest.mark.parametrize("block", [BLOCK, None], ids=["blocks", "one scale"])
+@pytest.mark.parametrize("block", [BLOCK, None, [20, 12]], ids=["blocks", "one scale", "blocks that do not divide"])
 def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_checkpoint, tmp_path, strips):
     folder, _ = make_checkpoint("qwen3_moe", dtype=torch.bfloat16, **SIZES)
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block, "activation_scheme": "dynamic"}
@@ -81,6 +87,11 @@ def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_
         assert torch.equal(saved[name], meant), name
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert not load_model(tmp_path).source.quantization
+    kept = load_model(folder, dtype=torch.bfloat16, after_module=quantize_as_loaded(LoRAConfig()))
+    matrices = {name: weight.frozen for name, weight in quantized_weights(kept).items()}
+    assert len(matrices) == 2 * (4 + 2) and {frozen.form.kind for frozen in matrices.values()} == {"float8"}
+    for name, frozen in matrices.items():
+        assert torch.equal(frozen.whole(), model.get_parameter(name)), name
 
 
 def in_4_bits(name, weight, low=115, high=123):
@@ -145,3 +156,55 @@ def test_scales_and_formats_that_do_not_fit_are_refused(change, message, make_ch
     edit(folder, replace, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": BLOCK, **change})
     with pytest.raises(ValueError, match=message):
         load_model(folder)
+
+
+def without_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[..., : tensor.shape[-1] // 2].contiguous()
+
+
+# The end of a name, what replaces each of these tensors (None: nothing), and the error.
+MISFITS = {
+    "mxfp4": [
+        ("_blocks", without_last, r"down_proj_blocks has the shape \[5, .*, 8\]; expected experts, rows, and groups of 16 bytes"),
+        ("_blocks", lambda pieces: pieces.flatten(2), "expected experts, rows, and groups"),
+        ("_blocks", lambda pieces: pieces.to(torch.int16), "_blocks is I16 of the shape .*; expected U8"),
+        ("_blocks", lambda pieces: pieces.float(), "_blocks is F32"),
+        ("_blocks", lambda pieces: pieces[:, :0], "expected U8 values"),
+        ("_scales", lambda pieces: pieces.to(torch.float8_e8m0fnu), "_scales is F8_E8M0 of the shape .*; expected U8"),
+        ("_scales", lambda pieces: pieces[:, :1].contiguous(), "scales of .* do not fit|scales of .* have the shape"),
+        ("_scales", lambda pieces: None, "lack .*_scales"),
+    ],
+    "fp8": [
+        ("proj.weight", lambda pieces: pieces[None], r"is in float8 and has the shape \[1, .*; expected a matrix"),
+        ("proj.weight", lambda pieces: pieces.flatten(), "expected a matrix"),
+        ("proj.weight", lambda pieces: pieces[:0], "expected F8_E4M3 values"),
+        ("proj.weight", lambda pieces: pieces.to(torch.bfloat16), "scales of a weight that is stored as BF16; expected F8_E4M3"),
+        ("proj.weight", lambda pieces: None, "scales of a weight that is missing"),
+        ("_scale_inv", lambda pieces: pieces[..., None], "scales of .* have the shape"),
+        ("_scale_inv", without_last, "scales of .* have the shape"),
+        ("_scale_inv", lambda pieces: pieces.to(torch.float8_e8m0fnu), "_scale_inv is F8_E8M0 of the shape .*; expected F32 or"),
+        ("_scale_inv", lambda pieces: pieces.to(torch.uint8), "_scale_inv is U8"),
+        ("_scale_inv", lambda pieces: pieces.to(torch.complex64), "_scale_inv is C64"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "end", "change", "message"),
+    [(method, *case) for method, cases in MISFITS.items() for case in cases],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_pieces_of_another_dtype_or_shape_are_refused_before_they_are_read(
+    method, end, change, message, make_checkpoint
+):
+    case, replace, block = ("gpt_oss", in_4_bits, {}) if method == "mxfp4" else ("qwen3_moe", in_8_bits(BLOCK), BLOCK)
+    sizes = {"hidden_size": 64, "intermediate_size": 96} if method == "mxfp4" else SIZES
+    folder, _ = make_checkpoint(case, dtype=torch.bfloat16, **sizes)
+    edit(folder, replace, {"quant_method": method, "weight_block_size": block})
+    stored = load_file(folder / "model.safetensors")
+    changed = {name: change(tensor) if name.endswith(end) else tensor for name, tensor in stored.items()}
+    assert any(name.endswith(end) for name in stored)
+    save_file({name: t for name, t in changed.items() if t is not None}, folder / "model.safetensors")
+    for after_module in (None, quantize_as_loaded(LoRAConfig())):
+        with pytest.raises(ValueError, match=message):
+            load_model(folder, after_module=after_module)

@@ -304,28 +304,6 @@ for folder in sys.argv[1:]:
         assert 0.9 < taken / model_bytes < 1.1
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "qwen3_next"])
-def test_drafting_layers_are_neither_loaded_nor_saved(case, make_checkpoint, tmp_path):
-    folder, reference = make_checkpoint(case)
-    config = json.loads((folder / "config.json").read_text())
-    stored = safetensors.torch.load_file(folder / "model.safetensors")
-    if case == "qwen3_next":
-        drafting = ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"]
-    else:
-        drafting = [f"model.layers.3.{name}.weight" for name in ("eh_proj", "embed_tokens", "self_attn.o_proj")]
-    whole = {**stored, **{name: torch.ones(3, 5) for name in drafting}}
-    safetensors.torch.save_file(whole, folder / "model.safetensors", {"format": "pt"})
-    if case != "qwen3_next":
-        (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
-        with pytest.raises(ValueError, match="unexpected tensors: model.layers.3.eh_proj.weight"):
-            load_model(folder)
-        (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    model, ids = load_model(folder), torch.arange(3, 23)[None]
-    torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
-    save_model(model, tmp_path)
-    assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == stored.keys()
-
-
 def test_kimi_k2_is_loaded_and_saved_as_deepseek_v3(make_checkpoint, tmp_path):
     """Its config.json is DeepSeek V3's with another name and custom code."""
     folder, reference = make_checkpoint("deepseek_v3")

@@ -363,8 +363,10 @@ def test_an_episode_has_the_ids_of_its_whole_chat_and_trains_the_sampled_ones(fi
     assert "too many" in results[3]
 
 
-def test_recorded_results_are_not_requested_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a turn whose other call has no result yet; a line that was cut is ignored."""
+def test_recorded_results_are_not_requested_again(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Also those of a turn whose other call has no result yet; a line that was cut, or is no line of ours, is left out."""
     log = files / "calls"
     monkeypatch.setenv("CALLS", str(log))
     turns = [called(a=2, b=3) + called(a=13, b=4), "Done."]
@@ -374,9 +376,24 @@ def test_recorded_results_are_not_requested_again(files: Path, monkeypatch: pyte
     recorded = files / "tool_results.jsonl"
     lines = recorded.read_text().splitlines()
     assert len(lines) == 2
-    recorded.write_text(f"{lines[0]}\n{lines[1][:-9]}")
+    row = json.loads(lines[1])
+    odd = [
+        {},
+        [],
+        None,
+        5,
+        "x",
+        {"key": 1},
+        {**row, "result": 5},
+        {**row, "round": "x"},
+        {"key": row["key"], "round": 0},
+    ]
+    others = [*map(json.dumps, odd), "[" * 5000, "9" * 5000, "", "\ud800", lines[1][:-9]]
+    recorded.write_bytes("\n".join([*others, lines[0], others[-1]]).encode("utf-8", "surrogatepass"))
+    capsys.readouterr()
     episodes = episodes_of(files, *settings)
     assert play(episodes, [asked("Add.", episodes)], turns) == first
+    assert "tool_results.jsonl: 15 of 16 lines are cut or changed" in capsys.readouterr().out
     assert sorted(Counter(log.read_text().splitlines()).values()) == [1, 2]  # the one whose line was cut
     assert sorted(recorded.read_text().splitlines()) == sorted(lines)
     again = episodes_of(files, *settings)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
@@ -96,15 +97,32 @@ def _with_another_size(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
 
 
+def _with_other_scales(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj._weight_scale"
+    save_file({**tensors, name: tensors[name].expand(-1, 2).contiguous()}, file, metadata)
+
+
+def _with_another_kind(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config["quantization_config"] | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
 @pytest.mark.parametrize(
     ("damage", "settings", "message"),
     [
         (_without_a_tensor, {}, "has no weights of torchao"),
-        (_with_another_size, {}, "down_proj.weight does not fit config.json"),
+        (_with_other_scales, {}, r"up_proj.weight does not fit config.json: .*_scale is F32 of the shape \[.*, 2\]"),
+        (_with_another_kind, {}, "quant_type is .*Int4WeightOnlyConfig.*; expected that of a model"),
+        (_with_another_size, {}, "gate_proj.weight does not fit config.json"),
         (None, {"dtype": "float32"}, "was quantized in bfloat16. Set dtype to bfloat16"),
         (None, {"adapter": "adapter"}, "adapters need an unquantized model"),
     ],
-    ids=("a missing tensor", "another size", "another dtype", "an adapter"),
+    ids=("a missing tensor", "other scales", "another kind", "another size", "another dtype", "an adapter"),
 )
 def test_what_cannot_be_opened_is_refused(damage, settings, message: str, tmp_path: Path, monkeypatch) -> None:
     written("int8", tmp_path / "q")

@@ -207,6 +207,36 @@ class TestSentencePiece:
             for skip in (False, True):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
+    @pytest.mark.parametrize("legacy", [False, True])
+    def test_no_text_begins_with_a_mark_if_add_prefix_space_is_false(
+        self, model: Path, make_folder: MakeFolder, texts, legacy: bool
+    ):
+        theirs = llama_tokenizer(model, legacy=legacy, add_prefix_space=False)
+        ours = load_tokenizer(
+            make_folder(model, legacy=legacy, add_prefix_space=False, tokenizer_class="LlamaTokenizer")
+        )
+        assert ours.encode("Hello") != load_tokenizer(make_folder(model)).encode("Hello")
+        for text in [*texts, "Hello", " Hello", "  two", "hi<s>there</s> x", "a<unk>b"]:
+            ids = theirs(text, add_special_tokens=False)["input_ids"]
+            assert ours.encode(text) == ids, text
+            for skip in (False, True):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"add_prefix_space": "no"}, "add_prefix_space is 'no'; expected true, false or null"),
+            (
+                {"sp_model_kwargs": {"enable_sampling": True}},
+                "sp_model_kwargs is .* not supported beside tokenizer.model",
+            ),
+            ({"do_lower_case": True}, "do_lower_case is True, which is not supported"),
+        ],
+    )
+    def test_what_would_change_ids_is_refused(self, model: Path, make_folder: MakeFolder, config: dict, message: str):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(make_folder(model, **config))
+
     def test_special_tokens(self, model: Path, make_folder: MakeFolder, texts):
         plain = load_tokenizer(make_folder(model))
         assert (plain.bos_id, plain.eos_id, plain.pad_id, plain.vocab_size) == (1, 2, 2, 32000)
@@ -231,14 +261,14 @@ class TestSentencePiece:
             load_tokenizer(make_folder(model, added_tokens_decoder=decoder))
 
 
-def llama_tokenizer(model: Path, legacy: bool) -> LlamaTokenizer:
+def llama_tokenizer(model: Path, **settings: bool) -> LlamaTokenizer:
     """Transformers' tokenizer with the model's pieces and scores, built without its optional protobuf."""
     from sentencepiece import SentencePieceProcessor
 
     pieces = SentencePieceProcessor(model_file=str(model))
     vocab = {pieces.id_to_piece(i): i for i in range(len(pieces))}
     scores = {piece: pieces.get_score(i) for piece, i in vocab.items()}
-    return LlamaTokenizer(vocab=vocab, merges=generate_merges(vocab, scores), legacy=legacy)
+    return LlamaTokenizer(vocab=vocab, merges=generate_merges(vocab, scores), **settings)
 
 
 class TestTiktoken:

@@ -63,6 +63,16 @@ def test_the_text_of_qwen3_vl_moe_has_the_values_of_transformers():
             {"text_config": {"rope_parameters": {"mrope_section": [9, 3, 2]}}},
             "mrope_section is .* 8 in all",
         ),
+        (
+            "gemma3",
+            {"vision_config": {"hidden_size": 33}},
+            "hidden_size is 33; expected a multiple of the number of attention heads, 2",
+        ),
+        (
+            "mistral3",
+            {"vision_config": {"hidden_size": 36, "num_attention_heads": 6, "head_dim": None}},
+            "expected a multiple of 4 times",
+        ),
         ("gemma4", {"vision_config": {"head_dim": 4}}, "vision_config: head_dim is 4; expected 16"),
     ],
 )

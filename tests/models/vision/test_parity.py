@@ -1,6 +1,7 @@
 """Models with images against transformers, in float32."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def test_logits_and_gradients(case: Case, model: Decoder, counts: list[int], pac
     of_logits, of_gradients = differences(case, model, draw_all(case, counts), packed=packed)
     assert of_logits <= case.tolerance
     assert of_gradients <= 1e-3
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2_vl"])
+def test_towers_without_rotary_positions_have_heads_of_any_size(name: str, tmp_path: Path):
+    case = replace(CASES[name], vision=CASES[name].vision | {"hidden_size": 30})  # 15 features per head
+    of_logits, of_gradients = differences(
+        case, load_model(save(case, tmp_path), images="train"), draw_all(case, [1, 2]), packed=True
+    )
+    assert of_logits <= case.tolerance and of_gradients <= 1e-3
 
 
 def test_a_packed_document_is_computed_as_if_alone(case: Case, model: Decoder):
