@@ -25,6 +25,7 @@ from lean_ft.data import Batch, Batches, longest_batch, preference_batches, prom
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.images import has_images
 from lean_ft.data.rows import Row
+from lean_ft.images.pixels import Upright
 from lean_ft.images.reading import Size, decoded, open_image, reference
 from lean_ft.notebook import _write_rows
 from lean_ft.settings import (
@@ -424,7 +425,7 @@ def expected(family: Family, document: Any, names: list[str]) -> Shown:
     rules = family.tokenizer.image_rules
     assert rules is not None
     pixels = [decoded(open_image(reference(name, family.pictures))) for name in names]
-    colors = [digest for one in pixels for digest in digests(rules.patches(one), rules.merge)]
+    colors = [digest for one in pixels for digest in digests(rules.patches(Upright(one)), rules.merge)]
     shift = document.per_token.get("position_shift", np.zeros(len(document), dtype=int))
     rows = document.per_token["image_row"]
     return [(int(i), n + int(shift[n]), colors[rows[n] - 1] if rows[n] else "") for n, i in enumerate(document.ids)]
