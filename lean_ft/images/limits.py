@@ -18,6 +18,7 @@ from threading import Condition
 
 from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
+from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
@@ -34,9 +35,21 @@ _MAX_SCANS = 64  # of a progressive JPEG: each takes time for the whole image
 _MAX_RUN_LENGTH_PIXELS = 1 << 22  # of a BMP, which Pillow decodes pixel by pixel in Python
 _WEBP_BYTES = 16  # per pixel: two canvases of the decoder, a frame, and the image
 _BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # per pixel by mode; others have 4
-_TIFF_FORMS = (
-    "raw tiff_ccitt group3 group4 tiff_lzw tiff_jpeg jpeg tiff_adobe_deflate tiff_deflate packbits zstd lzma".split()
-)
+_TIFF_FORMS = {
+    *(
+        "raw",
+        "tiff_ccitt",
+        "group3",
+        "group4",
+        "packbits",
+        "tiff_lzw",
+        "tiff_deflate",
+        "tiff_adobe_deflate",
+        "zstd",
+        "lzma",
+    ),
+    *("jpeg", "tiff_jpeg"),
+}
 _JPEG_MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)  # with a length behind it
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 _START_BYTES = 1 << 16  # usually enough to find the first scan
@@ -71,8 +84,8 @@ def check_size(size: tuple[int, int], most: int = MAX_PIXELS) -> None:
         )
 
 
-def fit(image: Image.Image, num_file_bytes: int) -> None:
-    """Choose a lower size for a JPEG that needs it. Raises RefusedImage if decoding an image would take too much memory or time."""
+def fit(image: ImageFile, num_file_bytes: int) -> None:
+    """Choose a lower size for a JPEG that needs it. Raises RefusedImage if decoding an image would take too much time."""
     is_jpeg = isinstance(image, JpegImageFile)
     check_size(image.size, MAX_JPEG_PIXELS if is_jpeg else MAX_PIXELS)
     if isinstance(image, JpegImageFile):
@@ -81,10 +94,10 @@ def fit(image: Image.Image, num_file_bytes: int) -> None:
         check_size(image.size, _MAX_RUN_LENGTH_PIXELS)
     if isinstance(image, TiffImageFile) and image.info["compression"] not in _TIFF_FORMS:
         raise RefusedImage(f"its compression {image.info['compression']} is not read. Save it as PNG.")
-    areas = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in image.tile)
+    boxes = (tile[1] or (0, 0, 0, 0) for tile in image.tile)
+    areas = ((right - left) * (bottom - top) for left, top, right, bottom in boxes)
     if sum(areas) > 4 * image.width * image.height:  # at most each of four colors by itself
         raise RefusedImage("it has more tiles than pixels need.")
-    check_need(decoding_bytes(image), num_file_bytes)
 
 
 def check_need(num_bytes: int, num_file_bytes: int) -> None:

@@ -59,6 +59,11 @@ def is_gray(image: Image.Image) -> bool:
     return image.mode in ("1", "L", *_OF_16_BITS) and not image.has_transparency_data
 
 
+def is_upright(image: Image.Image) -> bool:
+    """Whether an image has upright pixels in gray or RGB as it is stored."""
+    return orientation(image) not in _TURNS and image.mode in ("L", "RGB") and not image.has_transparency_data
+
+
 class Upright:
     """An image, decoded and held as it is stored, which gives upright pixels on white. It closes the image of a file when it has
     another form of it, so that its memory is free."""
@@ -90,7 +95,7 @@ class Upright:
 
     def whole(self) -> Image.Image:
         """The whole image, in gray or RGB."""
-        if self._turn is not None or self._image.mode != self._mode or self._image.has_transparency_data:
+        if not is_upright(self._image):
             whole, (width, height) = Image.new(self._mode, self.size), self.size
             rows = max(1, _STRIP_PIXELS // width)
             for top in range(0, height, rows):

@@ -25,7 +25,7 @@ from lean_ft.images import limits
 from lean_ft.images.cuts import Size
 from lean_ft.images.forms import MAX_BYTES, image_in, short
 from lean_ft.images.limits import RefusedImage
-from lean_ft.images.pixels import Upright, check_colors, is_gray, orientation
+from lean_ft.images.pixels import Upright, check_colors, is_gray, is_upright, orientation
 from lean_ft.images.rules import ImageRules
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # JPEG opens MPO too
@@ -83,6 +83,7 @@ def open_image(reference: bytes, rules: ImageRules | None = None) -> Image.Image
         with _plain_errors(name):
             check_colors(image)
             limits.fit(image, num_bytes)
+            limits.check_need(_whole_bytes(image), num_bytes)
         if rules is not None:
             needed = _working_bytes(image, rules)  # raises the family's own errors
             with _plain_errors(name):
@@ -146,7 +147,8 @@ def thumbnail(reference: bytes, side: int = 160) -> bytes:
 def _whole_bytes(image: Image.Image) -> int:
     """The most memory that an image takes until it is upright and in gray or RGB."""
     pixels = image.width * image.height
-    return max(limits.decoding_bytes(image), pixels * (limits.stored_bytes(image.mode) + _pixel_bytes(image)))
+    copy = 0 if is_upright(image) else _pixel_bytes(image)
+    return max(limits.decoding_bytes(image), pixels * (limits.stored_bytes(image.mode) + copy))
 
 
 def _working_bytes(image: Image.Image, rules: ImageRules) -> int:

@@ -98,7 +98,7 @@ class ImageRules:
         corners = [(x * width, y * height) for y in range(cut.rows) for x in range(cut.columns)]
         tiles = [(image, (x, y, x + width, y + height)) for x, y in corners]
         if small is not None:
-            tiles.append((small, (0, 0, *small.size)))
+            tiles.append((small, (0, 0, small.size.width, small.size.height)))
         blocks = (part for tile, box in tiles for part in self._blocks(tile, box))
         if into is None:
             return np.concatenate(list(blocks))
