@@ -16,6 +16,7 @@ from lean_ft.data.images import IMAGE_FIELDS
 from lean_ft.data.rows import Digest, Row, unpacked
 from lean_ft.data.splits import is_sliced, rows_of_split
 from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
+from lean_ft.images.forms import is_image
 from lean_ft.system.installation import install_command
 
 ROWS_AT_A_TIME = 1024
@@ -231,7 +232,7 @@ def _value_as_json(value: Any, name: str) -> Any:
         return found
     if isinstance(value, list | tuple):
         return [_value_as_json(inner, name) for inner in value]
-    if isinstance(value, bytes) and name in _OF_IMAGES:
+    if isinstance(value, bytes) and (name in _OF_IMAGES or is_image(value[:32])):
         return value
     try:
         return unpacked(value)

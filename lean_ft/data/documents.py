@@ -121,8 +121,6 @@ class Renderer:
                 for passage in passages:
                     if isinstance(passage, Passage):
                         report.count_passage(passage)
-            except UnreadableImageError as error:
-                report.drop_image(str(error))
             except ValueError as error:
                 self._skip_or_raise(error, report)
         return self._tokenize(read, report)
@@ -141,9 +139,11 @@ class Renderer:
             return []
 
     def _skip_or_raise(self, error: ValueError, report: DataReport) -> None:
+        is_image = isinstance(error, UnreadableImageError)
         if self.config.on_bad_row == "raise":
-            raise error
+            raise ValueError(f"{error} To skip such rows, set data.on_bad_row=skip.") if is_image else error
         report.skip_bad_row(str(error))
+        report.bad_images += is_image
 
 
 def render_rows(render: Renderer, rows: list[Row]) -> tuple[Columns, DataReport]:

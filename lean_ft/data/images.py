@@ -16,11 +16,11 @@ Then the image tokens are repeated, and columns tell where the images of a docum
 | image_ref_lengths | of a document: the number of bytes of each reference                                         |
 
 All documents of a run with images have these columns. Sizes are read from headers, and the rest of a file is only checked, so that a broken
-image drops its row now and does not end a run later. Images are decoded when their batch is built (`lean_ft.data.image_batches`).
+image makes a bad row now and does not end a run later. Images are decoded when their batch is built (`lean_ft.data.image_batches`).
 
 Prepared documents are cached by the content of their source files, and image files are separate: a reference has the size and
 the time of its file. A start whose image files are not as they were prepares the rows anew, and so does every start after rows
-were dropped because of an image (`lean_ft.data.prepare`). A file that changes during a run is an error when it is decoded.
+were skipped because of an image (`lean_ft.data.prepare`). A file that changes during a run is an error when it is decoded.
 
 Source of the positions: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
 """
@@ -31,6 +31,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ import numpy as np
 from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT, Columns, Document
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.images.cuts import Size
+from lean_ft.images.forms import KEYS
 from lean_ft.images.rules import ImageLayout, ImageRules
 from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
@@ -49,14 +51,14 @@ IMAGE_FIELDS = ("images", "image")
 MARK = "<image>"  # the place of an image in a text
 NO_IMAGES = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
 _IMAGE_TYPES = ("image", "image_url", "input_image")
-_IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
+_UNTYPED_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")  # of a part without a type that is an image
 _SKIP = "Remove the row, or skip such rows with data.on_bad_row=skip."
 
 Messages = list[dict[str, Any]]
 
 
 class UnreadableImageError(ValueError):
-    """An image is missing, broken or refused. Its row is dropped, also with `on_bad_row=raise`."""
+    """An image is missing, broken or refused. Its row is a bad row."""
 
 
 class RowImage(NamedTuple):
@@ -75,7 +77,7 @@ def read_part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, dict):
         name = part.get("type")
         if _is_image(part):
-            return {"type": "image", "image": {k: part[k] for k in _IMAGE_KEYS if is_given(part.get(k))} or None}
+            return {"type": "image", "image": {k: part[k] for k in KEYS if is_given(part.get(k))} or None}
         if isinstance(name, str) and any(other in name for other in ("video", "audio")):
             raise ValueError(f"{where} has a content part of the type {name}; only text and images are read. {_SKIP}")
         if isinstance(part.get("text"), str):
@@ -116,7 +118,9 @@ def without_images(messages: Any) -> Any:
 def _is_image(part: Any) -> bool:
     if not isinstance(part, dict):
         return False
-    return part.get("type") in _IMAGE_TYPES or ("type" not in part and any(is_given(part.get(k)) for k in _IMAGE_KEYS))
+    return part.get("type") in _IMAGE_TYPES or (
+        "type" not in part and any(is_given(part.get(k)) for k in _UNTYPED_KEYS)
+    )
 
 
 def _given(fields: Mapping[str, Any]) -> list[Any]:
@@ -164,16 +168,35 @@ def _with_places(messages: Messages, number: int) -> Messages:
 
 def read_image(value: Any, folder: Path, rules: ImageRules) -> RowImage:
     """Read the size of a row's image. Raises UnreadableImageError if it is missing or broken, or if the family refuses it."""
-    from lean_ft.images.reading import check, open_image, reference, size_of
+    from lean_ft.images.reading import path_of, reference
 
     try:
         found = reference(value, folder)
-        with open_image(found) as image:
-            layout = rules.layout(size_of(image))
-            check(image)
-            return RowImage(found, layout)
+        size = _read_size(found, rules) if path_of(found) is None else _known_size(found, rules)
+        if isinstance(size, str):
+            raise ValueError(size)
+        return RowImage(found, rules.layout(size))
     except ValueError as error:
         raise UnreadableImageError(str(error)) from None
+
+
+def _read_size(reference: bytes, rules: ImageRules) -> Size | str:
+    """The size of an image, which is checked, or what is wrong with it."""
+    from lean_ft.images.reading import check, open_image, size_of
+
+    try:
+        with open_image(reference, rules) as image:
+            size = size_of(image)
+            check(image)
+            return size
+    except ValueError as error:
+        return str(error)
+
+
+@lru_cache(1 << 12)
+def _known_size(reference: bytes, rules: ImageRules) -> Size | str:
+    """`_read_size`, once for a file that several rows show."""
+    return _read_size(reference, rules)
 
 
 def with_sizes(passage: Passage, folder: Path, rules: ImageRules | None) -> Passage:

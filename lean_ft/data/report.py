@@ -30,9 +30,8 @@ ANSWERS = {
         " with developer messages written as system messages (the template has no role developer)",
     ),
 }
-COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", *ANSWERS)
+COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "bad_images", "tokens", "target_tokens", *ANSWERS)
 NUM_NAMES_SHOWN = 20
-UNREADABLE_IMAGE = "an image cannot be read"
 
 
 def count(names: Iterable[str], into: dict[str, int]) -> None:
@@ -77,10 +76,10 @@ class DataReport:
     """Number of rows with a column for rewards, by name."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
-    image_examples: list[str] = field(default_factory=list)
-    """Place and error of the first images that cannot be read."""
     bad_rows: int = 0
     """Unreadable rows that were skipped."""
+    bad_images: int = 0
+    """Those with an image that cannot be read."""
     bad_row_examples: list[str] = field(default_factory=list)
     """Place and error of the first bad rows."""
     tokens: int = 0
@@ -138,8 +137,7 @@ class DataReport:
     @property
     def _reasons(self) -> list[str]:
         """Dropped rows by reason."""
-        examples = {UNREADABLE_IMAGE: "; first: " + "; ".join(one.removesuffix(".") for one in self.image_examples)}
-        return [f"{count:,} dropped ({reason}{examples.get(reason, '')})" for reason, count in self.dropped.items()]
+        return [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
 
     @property
     def left_out(self) -> str | None:
@@ -155,11 +153,6 @@ class DataReport:
 
     def drop(self, reason: str) -> None:
         count([reason], self.dropped)
-
-    def drop_image(self, problem: str) -> None:
-        """Drop a row with an image that cannot be read."""
-        self.drop(UNREADABLE_IMAGE)
-        self.image_examples = [*self.image_examples, problem][:NUM_BAD_ROWS_SHOWN]
 
     def count_passage(self, passage: Passage) -> None:
         """Count a passage's rewritten and empty answers and its separator."""
@@ -218,8 +211,7 @@ class DataReport:
         """Add the counts of `other`, a part of the same source. Packing counts are not added."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("bad_row_examples", "image_examples"):
-            setattr(self, name, (getattr(self, name) + getattr(other, name))[:NUM_BAD_ROWS_SHOWN])
+        self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
         for name in ("dropped", "joined", "unread", "columns"):

@@ -20,9 +20,9 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from lean_ft.images.forms import KEYS, as_url, is_data_url
 from lean_ft.system.spelling import did_you_mean
 
-MOST_PIXELS = 1 << 26  # of an image
 MOST_TOOLS = 128  # in a request, and calls in a message
 # Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
 # `ChatRequest` lacks are refused.
@@ -74,6 +74,16 @@ def _as_object(url: Any) -> Any:
     return {"url": url} if isinstance(url, str) else url
 
 
+def _as_image_url(part: Any) -> Any:
+    """A part with an image in another form, such as Anthropic's, as the part `image_url`."""
+    if not isinstance(part, dict) or part.get("type") not in ("image", "input_image"):
+        return part
+    image = {name: value for name, value in part.items() if name in KEYS}
+    detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
+    others = {name: value for name, value in part.items() if name not in (*KEYS, "type", "detail")}
+    return {"type": "image_url", "image_url": {"url": as_url(image), **detail}, **others}
+
+
 class _ImageURL(_Fields):
     url: str
     detail: Literal["auto", "high"] | None = None  # low would scale images down
@@ -81,7 +91,7 @@ class _ImageURL(_Fields):
     @field_validator("url")
     @classmethod
     def _has_data(cls, url: str) -> str:
-        if not url[:5].lower() == "data:":
+        if not is_data_url(url := as_url(url)):
             raise ValueError(
                 "expected a data URL, as in data:image/png;base64,...; this server fetches no URL and reads no file"
             )
@@ -97,7 +107,10 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
+_Part = Annotated[
+    Annotated[_TextPart | _ImagePart, Field(discriminator="type")],
+    BeforeValidator(_as_image_url),
+]
 
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
@@ -293,14 +306,11 @@ class ChatRequest(_Fields):
         return [url for message in self.messages for url in message.images]
 
     def check_sizes_of_images(self) -> None:
-        """Raise ValueError for an image that has too many pixels to decode, or that cannot be opened."""
+        """Raise ValueError for an image that would take too much memory to decode, or that cannot be opened."""
         from lean_ft.images.reading import open_image, reference  # here, since texts do not need Pillow
 
         for url in self.images:
-            with open_image(reference(url, Path())) as image:
-                if image.width * image.height > MOST_PIXELS:
-                    size = f"{image.width} x {image.height} pixels"
-                    raise ValueError(f"an image has {size}; the limit is {MOST_PIXELS} pixels.")
+            open_image(reference(url, Path())).close()
 
     @classmethod
     def read(cls, body: bytes) -> Self:

@@ -10,7 +10,7 @@ Shapes: P patches of an image, p pixels of a patch's side.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,11 @@ from lean_ft.system.config_fields import ConfigFields
 from lean_ft.system.whole_files import read_json
 
 if TYPE_CHECKING:  # models and tokenizers load this file, and texts do not need Pillow
-    from PIL import Image
+    from lean_ft.images.pixels import Upright
 
 _MAX_TILES = 1 << 10
 _MAX_RESIZED = 1 << 26  # pixels, 4 times what Qwen3-VL allows
+_ROWS_PIXELS = 1 << 18  # cut at a time
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ class ImageLayout:
 
 # The text of an image and the repeats of each of its image tokens, by the rows and columns of tokens of each tile.
 Text = Callable[[Tiling, list[tuple[int, int]]], tuple[str, tuple[int, ...]]]
+
+
+def _resizing_pixels(size: Size, target: Size) -> int:
+    """The most pixels that Pillow holds while it resizes one axis after the other; which comes first depends on the shape."""
+    if target == size:
+        return math.prod(size)
+    between = max(target.width * size.height, size.width * target.height)
+    return math.prod(size) + between + math.prod(target)
 
 
 @dataclass(frozen=True)
@@ -76,25 +85,48 @@ class ImageRules:
         limited.layout(Size(1, 1))
         return limited
 
-    def patches(self, image: "Image.Image") -> np.ndarray:
-        """The patches (P, 3, p, p) of an upright RGB image as bytes, in blocks of `merge` x `merge`, tile after tile."""
-        cut, resized = self._cut(Size(*image.size)), image
+    def patches(self, image: "Upright", into: np.ndarray | None = None) -> np.ndarray:
+        """The patches (P, 3, p, p) of an image as bytes, in blocks of `merge` x `merge`, tile after tile. into: an array for them."""
+        cut, small = self._cut(image.size), None
+        if cut.thumbnail is not None and not cut.thumbnail_of_resized:
+            small = image.resized(cut.thumbnail, self.resample)
         for size in cut.sizes:
-            resized = resized.resize(size, self.resample)
-        width, height = resized.width // cut.columns, resized.height // cut.rows
+            image = image.resized(size, self.resample)
+        if cut.thumbnail is not None and cut.thumbnail_of_resized:
+            small = image.resized(cut.thumbnail, self.resample)
+        width, height = image.size.width // cut.columns, image.size.height // cut.rows
         corners = [(x * width, y * height) for y in range(cut.rows) for x in range(cut.columns)]
-        tiles = [resized.crop((x, y, x + width, y + height)) for x, y in corners]
-        if cut.thumbnail is not None:
-            tiles.append((resized if cut.thumbnail_of_resized else image).resize(cut.thumbnail, self.resample))
-        return np.concatenate([self._blocks(np.asarray(tile)) for tile in tiles])
+        tiles = [(image, (x, y, x + width, y + height)) for x, y in corners]
+        if small is not None:
+            tiles.append((small, (0, 0, small.size.width, small.size.height)))
+        blocks = (part for tile, box in tiles for part in self._blocks(tile, box))
+        if into is None:
+            return np.concatenate(list(blocks))
+        start = 0
+        for part in blocks:
+            into[start : start + len(part)] = part
+            start += len(part)
+        return into
 
-    def _blocks(self, pixels: np.ndarray) -> np.ndarray:
-        """The patches of one tile (height, width, 3)."""
+    def _blocks(self, image: "Upright", box: tuple[int, int, int, int]) -> Iterator[np.ndarray]:
+        """The patches of one tile, some rows of blocks at a time. A tile may have pixels behind its last patch."""
         side, merge = self.patch_size, self.merge
-        rows, columns = (n // (side * merge) for n in pixels.shape[:2])
-        pixels = pixels[: rows * merge * side, : columns * merge * side]  # a tile may have pixels behind its last patch
-        blocks = pixels.reshape(rows, merge, side, columns, merge, side, 3)
-        return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
+        block, (left, top, right, bottom) = side * merge, box
+        columns, height = (right - left) // block, max(1, _ROWS_PIXELS // (right - left) // block) * block
+        bottom -= (bottom - top) % block
+        for first in range(top, bottom, height):
+            part = image.crop((left, first, left + columns * block, min(first + height, bottom)))
+            pixels = np.asarray(part).reshape(-1, merge, side, columns, merge, side, 3)
+            yield pixels.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
+
+    def working_bytes(self, size: Size, pixel_bytes: int) -> int:
+        """The most memory of the sizes of an image in `patches`. pixel_bytes: of a pixel, 1 in gray and 4 in RGB."""
+        cut = self._cut(size)
+        steps = [(size, cut.thumbnail)] if cut.thumbnail is not None and not cut.thumbnail_of_resized else []
+        for target in cut.sizes:
+            steps.append((size, target))
+            size = target
+        return pixel_bytes * max(_resizing_pixels(*step) for step in steps)
 
     def _tokens(self, cut: Tiling) -> list[tuple[int, int]]:
         """Rows and columns of tokens of each tile."""
