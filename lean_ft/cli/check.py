@@ -1,6 +1,7 @@
 """`leanft check`: verify a checkpoint on this machine."""
 
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -58,7 +59,9 @@ def check(
 
     folder = find_finished(model)
     if is_adapter(folder):
-        raise ValueError(f"{model} is an adapter. Check the merged model: leanft export {model} DEST --merge")
+        raise ValueError(
+            f"{model} is an adapter. Check the merged model: leanft export {quote(str(model))} DEST --merge"
+        )
     given = preset_values(preset) if preset else {}
     given |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
     if any(text.startswith("model.path=") for text in overrides):

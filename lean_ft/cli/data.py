@@ -6,6 +6,7 @@ import json
 import re
 from itertools import groupby
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -244,7 +245,7 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
         defaults.append("rewards=[exact_answer]")  # required, and not used: no completion is sampled
     if recipe == "classify" and "label" not in names:
         defaults.append("data.multi_label=true")
-    note = f"note: shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE data.source={file}"
+    note = f"note: shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE {quote(f'data.source={file}')}"
     if not any(word.startswith("model.path") for word in overrides):
         note += (
             "\nnote: tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many tokens as a "

@@ -19,6 +19,7 @@ from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from lean_ft.system.redaction import on_one_line
 from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json
@@ -118,6 +119,8 @@ def check_destination(destination: Path, source: Path, force: bool) -> None:
 
     Only an earlier export (a model folder or a .gguf file) may be replaced, and only with `force`.
     """
+    if on_one_line(str(destination)) != str(destination):  # a Modelfile and a model card name it
+        raise ValueError(f"the destination {str(destination)!r} has control characters. Choose another name.")
     there, model = destination.resolve(), source.resolve()
     if there == model or there in model.parents or model in there.parents:
         raise ValueError(
