@@ -140,11 +140,12 @@ class PromptDataConfig(RowsConfig):
             )
         return self
 
-    @property
-    def rows(self) -> "PromptRowsConfig":
-        """The same settings, for what reads all kinds of rows: `max_length` is the prompt's."""
+    def rows(self, tools: list[dict[str, Any]]) -> "PromptRowsConfig":
+        """The same settings, for what reads all kinds of rows: `max_length` is the prompt's. tools: JSON schemas of the run's
+        tools, which the chat template writes into each prompt."""
         shared = {name: getattr(self, name) for name in RowsConfig.model_fields}
-        return PromptRowsConfig.model_construct(**shared | {"format": "prompts", "max_length": self.max_prompt_length})
+        more = {"format": "prompts", "max_length": self.max_prompt_length, "tools": tools}
+        return PromptRowsConfig.model_construct(**shared | more)
 
 
 class DataConfig(RowsConfig):
@@ -279,6 +280,9 @@ class PromptRowsConfig(DataConfig):
     """Prompts as rows of data: `PromptDataConfig.rows`."""
 
     objective: ClassVar[str] = "prompts"
+
+    tools: list[dict[str, Any]] = Field([])
+    """JSON schemas of the run's tools."""
 
 
 class ClassificationDataConfig(DataConfig):

@@ -103,10 +103,10 @@ def test_printed_commands_are_quoted(leanft, tmp_path, monkeypatch, name: str) -
     monkeypatch.chdir(tmp_path)
     Path(f"{name}.yaml").write_text("base_model: tiny\n")
     converts = leanft.refused("run", f"{name}.yaml")
-    assert shlex.split(re.search("(leanft convert-config .*?) -o", converts)[1])[2:] == [f"{name}.yaml"]  
+    assert shlex.split(re.search("(leanft convert-config .*?) -o", converts)[1])[2:] == [f"{name}.yaml"]
     Path(f"{name}.yaml").write_text("recipe: grpo\ntools: [calculator]\n")
     names = leanft.refused("run", "finetune", "--config", f"{name}.yaml", "model.path=tiny", "data.source=x")
-    assert shlex.split(re.search("`(leanft run .*?)`\\.", names)[1])[2:] == ["grpo", "--config", f"{name}.yaml"]  
+    assert shlex.split(re.search("`(leanft run .*?)`\\.", names)[1])[2:] == ["grpo", "--config", f"{name}.yaml"]
 
 
 def test_a_model_card_shows_foreign_text(tmp_path: Path) -> None:
