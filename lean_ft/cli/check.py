@@ -1,6 +1,7 @@
 """`leanft check`: verify a checkpoint on this machine."""
 
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -62,7 +63,9 @@ def check(
 
     folder = find_finished(model)
     if is_adapter(folder):
-        raise ValueError(f"{model} is an adapter. Check the merged model: leanft export {model} DEST --merge")
+        raise ValueError(
+            f"{model} is an adapter. Check the merged model: leanft export {quote(str(model))} DEST --merge"
+        )
     # Raises ValueError for a model that lean_ft does not read, before transformers is imported.
     if is_quantized(folder):
         empty_model(folder, torch.float32, is_quantized=True)

@@ -32,7 +32,7 @@ from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import read_rows
-from lean_ft.settings import DataConfig, PromptDataConfig, Sources
+from lean_ft.settings import DataConfig, PromptDataConfig, PromptRowsConfig, Sources
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
 
@@ -107,16 +107,17 @@ def prompt_rows(
         prompt = Prompt(document.ids.tolist(), "", {}, "", document)
         return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
 
-    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools() or None), longest)
+    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools()), longest)
 
 
 def _read_prompts(
-    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]] | None
+    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]]
 ) -> tuple[Prompts, list[Prompt] | None]:
     digest = hashlib.blake2b(digest_size=16)
-    (prompts, report), held_out = _read(config.rows, tokenizer, config.source, digest, tools), None
+    rows = config.rows(tools)
+    (prompts, report), held_out = _read(rows, tokenizer, config.source, digest), None
     if config.validation_source is not None:
-        held_out, _ = _read(config.rows, tokenizer, config.validation_source, digest, tools)
+        held_out, _ = _read(rows, tokenizer, config.validation_source, digest)
     elif config.validation_fraction > 0:
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
@@ -135,13 +136,10 @@ def _read_prompts(
     return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
 
 
-def _read(
-    config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any, tools: list[dict[str, Any]] | None
-) -> tuple[list[Prompt], DataReport]:
+def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:
     render = renderer_of(config, tokenizer, source)
-    assert isinstance(render.reader, PromptReader)
-    reader = replace(render.reader, tools=tools)
-    render = replace(render, reader=reader)
+    reader = render.reader
+    assert isinstance(reader, PromptReader)
     report, prompts = render.empty_report(), list[Prompt]()
     for row in read_rows(source, digest, config):
         documents, counts = render([row])
@@ -161,8 +159,6 @@ class PromptReader(RowReader):
     known: ClassVar[dict[str, Fields]] = {
         "prompts": Fields((), chat="messages", prompts=(("prompt",),), completion="answer")
     }
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the run's tools."""
 
     def unread(self, row: Row) -> list[str]:
         return []
@@ -203,12 +199,13 @@ class PromptReader(RowReader):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
             read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}
-            if self.tools is not None:
+            assert isinstance(self.config, PromptRowsConfig)
+            if self.config.tools:
                 if is_given(fields.get("tools")):
                     raise ValueError(
                         "the row has `tools`, and the run sets tools.functions or an environment. Remove one of them."
                     )
-                read["tools"] = self.tools
+                read["tools"] = self.config.tools
             return [self.render(chat, read, is_prompt=True)]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:

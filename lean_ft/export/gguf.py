@@ -14,6 +14,7 @@ Shapes: I inputs, O outputs, R rank, E experts, V vocabulary, D hidden size.
 
 from collections import Counter
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def export_gguf(
     if text is not None:
         with write_whole(for_ollama, on_disk=True) as temporary:
             temporary.write_text(text, encoding="utf-8")
-        command = f"ollama create NAME -f {for_ollama}"
+        command = f"ollama create NAME -f {quote(str(for_ollama))}"
     details = f"architecture {family.architecture}, {kind}{mixed}, {len(entries)} tensors, {size}. Try: {command}"
     if errors:
         details += f"\nrelative error of the weights: {errors}"

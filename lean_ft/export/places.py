@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,8 +20,10 @@ from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from lean_ft.system.redaction import on_one_line
 from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE, read_training_state
 from lean_ft.system.units import gibibytes
+from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import free_bytes
 
@@ -79,9 +81,13 @@ def read_source(
 
 def images_of_run(folder: Path) -> Literal["none", "frozen", "train"]:
     """`model.images` of the run that wrote a checkpoint; none for other folders."""
-    settings = read_training_state(folder)["settings"] if (folder / TRAINING_STATE_FILE).is_file() else {}
-    images = settings.get("model.images", "none")
+    images = _settings_of_run(folder).get("model.images", "none")
     return images if images in ("frozen", "train") else "none"
+
+
+def _settings_of_run(folder: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint; none for other folders."""
+    return read_training_state(folder)["settings"] if (folder / TRAINING_STATE_FILE).is_file() else {}
 
 
 def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a folder.") -> str:
@@ -96,7 +102,7 @@ def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a fo
 
 def whole_before(folder: Path) -> str:
     """The model_type of the folder on this machine from which a run took a language model; "" if it was no model that reads images."""
-    base = read_json(folder / TRAINING_STATE_FILE).get("settings", {}).get("model.path")
+    base = _settings_of_run(folder).get("model.path")
     name = read_json(Path(base).expanduser() / "config.json").get("model_type") if isinstance(base, str) else None
     return name if name in MULTIMODAL and name != read_json(folder / "config.json").get("model_type") else ""
 
@@ -127,6 +133,8 @@ def check_destination(destination: Path, source: Path, force: bool) -> None:
 
     Only an earlier export (a model folder or a .gguf file) may be replaced, and only with `force`.
     """
+    if on_one_line(str(destination)) != str(destination):  # a Modelfile and a model card name it
+        raise ValueError(f"the destination {str(destination)!r} has control characters. Choose another name.")
     there, model = destination.resolve(), source.resolve()
     if there == model or there in model.parents or model in there.parents:
         raise ValueError(

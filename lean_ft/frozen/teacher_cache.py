@@ -16,6 +16,7 @@ Shapes: N targets of all documents, k stored tokens, M documents.
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError):
         pass
     raise ValueError(
-        f"distill.cached={folder} is not a folder of a teacher's predictions. Write one: leanft score MODEL FILE {folder} "
+        f"distill.cached={folder} is not a folder of a teacher's predictions. Write one: leanft score MODEL FILE {quote(str(folder))} "
         "--top-k 64"
     )
 

@@ -3,6 +3,7 @@
 Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` and `chat_template_kwargs` as in vLLM.
 """
 
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -334,16 +335,27 @@ class ChatRequest(_Fields):
             raise _refusal(error) from None
 
 
+def _in_words(path: str) -> str:
+    """`messages.0.content` as `message 1, content`: messages and other items are counted from 1, as in all errors."""
+    names = {"messages": "message", "tools": "tool", "tool_calls": "tool call", "content": "content part"}
+
+    def counted(found: re.Match[str]) -> str:
+        return f"{names.get(found[1], found[1])} {int(found[2]) + 1}{found[3] and ', '}"
+
+    return re.sub(r"(\w+)\.(\d+)(\.|$)", counted, path)
+
+
 def _refusal(error: ValidationError) -> Refused:
     first = error.errors(include_url=False)[0]
     parts = (part for part, _ in groupby(map(str, first["loc"])))  # the type of a content part is often a field too
     name = ".".join(parts)[:100]
+    place = _in_words(name)
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(name, ChatRequest.model_fields)
-        return Refused(400, f"unknown field: {name}.{hint}", "unknown_parameter", name)
+        return Refused(400, f"unknown field: {place}.{hint}", "unknown_parameter", name)
     if first["type"] == "missing":
-        return Refused(400, f"{name} is missing.", None, name)
+        return Refused(400, f"{place} is missing.", None, name)
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
     if first["type"] == "model_type":
         expected = "expected an object"
-    return Refused(400, f"{name} is {first['input']!r:.60}: {expected}.", None, name)
+    return Refused(400, f"{place} is {first['input']!r:.60}: {expected}.", None, name)

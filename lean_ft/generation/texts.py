@@ -315,9 +315,9 @@ def _messages(asked: str | Messages) -> list[dict[str, Any]]:
     if isinstance(asked, str):
         return [{"role": "user", "content": asked}]
     messages = [dict(message) for message in asked]
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, start=1):
         if isinstance(message.get("content"), list):
-            message["content"] = read_content(message["content"], message, f"messages[{number}]")
+            message["content"] = read_content(message["content"], message, f"message {number}")
     return messages
 
 

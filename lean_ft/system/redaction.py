@@ -35,7 +35,10 @@ _NAMED = re.compile(
     r"(?!\[token\])((?!%26)[^&#;\s\"'<>\\)\]}])+",
     re.IGNORECASE,
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# Characters that move a terminal's cursor, end a line, reverse the order of letters, or are no text. Line feeds and tabs are not
+# among them.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_OR_BREAK = re.compile(CONTROL.pattern + r"|[\t\n]")
 
 
 def redact(text: str) -> str:
@@ -86,7 +89,21 @@ def printable(text: str, max_characters: int | None = None) -> str:
         kept = max_characters - 60
         left_out = f" ... ({len(text) - kept:,} characters left out) ... "
         text = text[: kept * 3 // 4] + left_out + text[len(text) - kept // 4 :]
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Return foreign text for a terminal: control characters become escapes such as `\\x1b`, and lines stay lines."""
+    return CONTROL.sub(_escape, text)
+
+
+def on_one_line(text: str) -> str:
+    """Return foreign text for one line of a file or of the terminal: line feeds and tabs become escapes too."""
+    return _CONTROL_OR_BREAK.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return repr(found[0])[1:-1]
 
 
 def shorten_home(text: str) -> str:

@@ -17,7 +17,7 @@ from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
-from lean_ft.system.redaction import redact, redact_values
+from lean_ft.system.redaction import on_one_line, redact, redact_values
 from lean_ft.system.run_directory import CONFIG_FILE, LOCK_FILE, RUN_FILE, read_starts
 from lean_ft.system.shards import Ranks
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
@@ -172,7 +172,7 @@ def record_start(
         (directory / one).parent.mkdir(exist_ok=True)
         with write_whole(directory / one.rpartition(":")[0]) as temporary:
             temporary.write_text(source, encoding="utf-8")
-    comments = "".join(f"#   {name}: {value}\n" for name, value in facts.items())
+    comments = "".join(f"#   {on_one_line(f'{name}: {value}')}\n" for name, value in facts.items())
     text = f"# The resolved settings of this run; `leanft run RECIPE --config` reads this file.\n{comments}{settings}"
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -128,7 +128,7 @@ def test_marks_that_leave_nothing_or_are_not_the_assistants(ours):
     config, row = SFTDataConfig(source="x", train_on="last"), Row({"messages": messages}, "here")
     _, report = Renderer(config, SFTReader.of(config, [row], ours["plain"]), ours["plain"])([row])
     assert report.dropped == {"nothing to train on": 1}
-    with pytest.raises(ValueError, match="message 0 has the role user, but `train` or `weight` excludes it"):
+    with pytest.raises(ValueError, match="message 1 has the role user, but `train` or `weight` excludes it"):
         render(ours["plain"], {"messages": [{**TURNS[1], "train": False}, TURNS[4]]}, train_on="all")
 
 
