@@ -9,6 +9,7 @@ Valid text has no half surrogate pair, which no file and no tokenizer can encode
 U+FDEF, which Unicode reserves for a program's internal use; the renderer of chats uses them.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -25,13 +26,27 @@ Unpack = Callable[[Any], Any]
 """Returns the plain value of an object of another type. Raises TypeError if there is none."""
 
 
-def plain(value: Any, what: str, unpack: Unpack | None = None, *, markers: bool = False, finite: bool = False) -> Any:
+def plain(
+    value: Any,
+    what: str,
+    unpack: Unpack | None = None,
+    *,
+    markers: bool = False,
+    finite: bool = False,
+    repair: bool = False,
+) -> Any:
     """Return a copy of `value` as JSON types.
 
-    markers: allow them, in values that no chat template gets; finite: refuse NaN and infinity, which are not JSON. Raises
-    ValueError that names the place inside `what`: a half surrogate pair, a marker, another type, a name that is no text, too
-    deep, too large.
+    markers: allow them, in values that no chat template gets; finite: refuse NaN and infinity, which are not JSON; repair:
+    replace what is not valid text, as `valid_text` does, instead of refusing it. Raises ValueError that names the place inside
+    `what`: a half surrogate pair, a marker, another type, a name that is no text, too deep, too large.
     """
+
+    def text(given: str, path: tuple[Any, ...], prefix: str = "") -> str:
+        if given.isascii():
+            return given
+        return valid_text(given) if repair else check_text(given, prefix + where(what, path), markers=markers)
+
     result: list[Any] = [None]
     work: list[tuple[Any, Any, Any, tuple[Any, ...]]] = [(value, result, 0, ())]  # value, where its copy goes, its path
     num_values = num_characters = 0
@@ -41,7 +56,7 @@ def plain(value: Any, what: str, unpack: Unpack | None = None, *, markers: bool 
         target[key] = item
         if isinstance(item, str):
             num_characters += len(item)
-            check_text(item, where(what, path), markers=markers)
+            target[key] = text(item, path)
         elif isinstance(item, float):
             if finite and not math.isfinite(item):
                 raise ValueError(f"{where(what, path)} is {item}, which is not JSON. Give a finite number or null.")
@@ -57,7 +72,7 @@ def plain(value: Any, what: str, unpack: Unpack | None = None, *, markers: bool 
                 target[key] = copy = {}
                 for name, inner in item.items():
                     num_characters += len(name)
-                    check_text(name, f"a name in {where(what, path)}", markers=markers)
+                    name = text(name, path, "a name in ")
                     copy[name] = inner  # keeps the order
                     work.append((inner, copy, name, (*path, name)))
         if num_values > MAX_VALUES or num_characters > MAX_CHARACTERS:
@@ -119,6 +134,6 @@ def _name(name: Any, what: str, path: tuple[Any, ...]) -> str:
         return name
     if isinstance(name, str):
         return str.__str__(name)
-    if isinstance(name, int) and not isinstance(name, bool):
-        return str(int(name))  # as JSON's encoder writes it
+    if isinstance(name, int | float | None):
+        return json.dumps(_exact(name, None, what, path))  # as JSON's encoder writes it
     raise ValueError(f"{where(what, path)} has a name that is a {type(name).__name__}; expected text.")
