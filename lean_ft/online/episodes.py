@@ -138,6 +138,7 @@ class Episodes:
 
     def __init__(self, cfg: OnlineConfig, tokenizer: Tokenizer, rank: int = 0) -> None:
         self.cfg, self.tokenizer, self._rank = cfg, tokenizer, rank
+        self._folder = cfg.output_dir.absolute()  # user code may change the current folder
         self.turns_of = cache(lambda variables: ToolTurns(tokenizer, self.tools.schemas, json.loads(variables)))
 
     @cached_property
@@ -156,7 +157,7 @@ class Episodes:
     @cached_property
     def results(self) -> RecordedResults:
         files = [*self.cfg.tools.functions, *([self.cfg.environment] if self.cfg.environment else [])]
-        return RecordedResults(self.cfg.output_dir, self._rank, files)
+        return RecordedResults(self._folder, self._rank, files)
 
     def schemas(self) -> list[dict[str, Any]]:
         """The JSON schemas of the tools and of the environment's methods."""

@@ -330,7 +330,8 @@ def as_text(value: Any, what: str, most_characters: int) -> str:
     Raises ValueError, which names `what` and the type, for what is neither.
     """
     if not isinstance(value, str):
-        value = json.dumps(as_json(value, what), ensure_ascii=False)
+        made = as_json(value, what)
+        value = made if isinstance(made, str) else json.dumps(made, ensure_ascii=False)
     return cut(str.__str__(value), most_characters)  # of an enum too
 
 
