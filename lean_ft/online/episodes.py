@@ -26,7 +26,7 @@ from lean_ft.generation import Sample
 from lean_ft.online.environments import Environment, Reply, failing
 from lean_ft.settings import OnlineConfig
 from lean_ft.system.log import say, slow_calls_reported
-from lean_ft.system.run_directory import checkpoint_step, list_checkpoints, read_training_state
+from lean_ft.system.run_directory import TOOL_RESULTS_FILE, checkpoint_step, list_checkpoints, read_training_state
 from lean_ft.system.user_code import TookTooLong
 from lean_ft.system.user_functions import PASSED, file_digest
 from lean_ft.system.whole_files import open_in_place, write_whole
@@ -34,7 +34,7 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Tools, ToolTurns, Turn
 from lean_ft.training.bad_steps import TrainingFailed
 
-FILE = "tool_results.jsonl"
+PRIVATE = 0o600  # results may hold secrets, which are not redacted here
 
 
 @dataclass
@@ -73,7 +73,7 @@ class RecordedResults:
     """
 
     def __init__(self, folder: Path, rank: int, files: Sequence[str]) -> None:
-        self._folder, self._path = folder, folder / (f"{rank}_{FILE}" if rank else FILE)
+        self._folder, self._path = folder, folder / (f"{rank}_{TOOL_RESULTS_FILE}" if rank else TOOL_RESULTS_FILE)
         self._lock, self._known, self.round = Lock(), defaultdict[str, list[dict[str, Any]]](list), 0
         self._digests = "".join(name if name in PASSED else file_digest(name) for name in files).encode()
         self._seen: Path | None = None  # the newest checkpoint
@@ -92,7 +92,7 @@ class RecordedResults:
 
     def add(self, key: str, **values: Any) -> None:
         line = json.dumps({"round": self.round, "key": key, **values})
-        with self._lock, open_in_place(self._path, "a") as file:
+        with self._lock, open_in_place(self._path, "a", PRIVATE) as file:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -107,6 +107,7 @@ class RecordedResults:
 
     def _keep(self, rows: list[dict[str, Any]]) -> None:
         with write_whole(self._path, on_disk=True) as file:
+            file.touch(PRIVATE)
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def _rows(self) -> list[dict[str, Any]]:

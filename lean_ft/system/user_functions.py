@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_code import Failed, call
 from lean_ft.system.world import world
 
 
@@ -239,6 +240,6 @@ def _load(file: Path, _version: int) -> ModuleType:
         sys.path.append(folder)  # last, so that its modules hide no library
     try:
         with without_os_exit():
-            return run_file(file, f"user_functions.{file.stem}")
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{line_in(file, error)} cannot be run: {type(error).__name__}: {error}") from error
+            return call(run_file, (file, f"user_functions.{file.stem}"), what=str(file))
+    except Failed as failed:
+        raise ValueError(f"{line_in(file, failed.error)} cannot be run: {failed}") from failed.error
