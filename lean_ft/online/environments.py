@@ -21,9 +21,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from numbers import Integral
+from threading import Thread
 from typing import Any, NamedTuple
 
 from lean_ft.settings import ToolsConfig
@@ -122,15 +123,18 @@ class Environment:
     def leave(self, number: int) -> None:
         """Make a new environment later in place of one that hangs, and close that one without waiting."""
         hangs, self.objects[number] = self.objects[number], None
-        self._closes([(hangs, CallThread())], 0.0)
+
+        def close() -> None:
+            with suppress(Failed, AttributeError):
+                call(hangs.close, what=f"environment={self.name}")
+
+        Thread(target=close, daemon=True).start()
 
     def _close(self) -> None:
         made = [(one, thread) for one, thread in zip(self.objects, self._threads, strict=True) if one is not None]
         self.objects, self._threads = [], []
-        self._closes(made, self._settings.seconds)
-
-    def _closes(self, made: Sequence[tuple[Any, CallThread]], seconds: float) -> None:
-        close_objects(made, f"environment={self.name}", seconds)
+        if made:
+            close_objects(made, f"environment={self.name}", self._settings.seconds)
 
     def reset(self, number: int, row: dict[str, Any], seed: int) -> Any:
         """Return the first observation: a text, messages or None. A row's own `seed` replaces the seed."""

@@ -242,7 +242,10 @@ class Rewards:
 
         @contextmanager
         def around() -> Iterator[None]:
-            with torch.set_grad_enabled(computes_gradients), self._unchanged(f"the reward {' or '.join(waiting)}", seed):
+            with (
+                torch.set_grad_enabled(computes_gradients),
+                self._unchanged(f"the reward {' or '.join(waiting)}", seed),
+            ):
                 yield
 
         return settle(found, [f"the reward {name}" for name in names], around=around)
@@ -305,7 +308,7 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
             numbers.append(finite_number(value))
         except ValueError:
             raise TrainingFailed(
-                f"the reward {name} returned {str(value)[:80]} at {prompt.place}; expected a finite number, or None for no reward."
+                f"the reward {name} returned {valid_text(str(value))[:80]} at {prompt.place}; expected a finite number, or None for no reward."
             ) from None
     return numbers
 

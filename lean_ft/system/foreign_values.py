@@ -76,7 +76,9 @@ def plain(
                     copy[name] = inner  # keeps the order
                     work.append((inner, copy, name, (*path, name)))
         if num_values > MAX_VALUES or num_characters > MAX_CHARACTERS:
-            raise ValueError(f"{what} has more than {MAX_VALUES:,} values or {MAX_CHARACTERS:,} characters. Shorten it.")
+            raise ValueError(
+                f"{what} has more than {MAX_VALUES:,} values or {MAX_CHARACTERS:,} characters. Shorten it."
+            )
     return result[0]
 
 

@@ -397,7 +397,7 @@ def finite_number(value: Any) -> float | None:
             return None
         if not isinstance(value, str | bytes) and abs(number := float(value)) < float("inf"):
             return number
-    raise ValueError(f"{str(value)[:80]}; expected a finite number or None")
+    raise ValueError(f"{valid_text(str(value))[:80]}; expected a finite number or None")
 
 
 # The end ------------------------------------------------------------------------------------------------------------

@@ -198,4 +198,3 @@ def _name(call: Call) -> str:
 
 def _id(i: int, call: Call) -> str:
     return call.id if re.fullmatch(r"[\w.:/-]{1,256}", call.id) else f"call{i:05}"  # Mistral's ids have 9 characters
-
