@@ -93,7 +93,8 @@ class Environment:
                 "tools. Add them. An environment of OpenEnv needs parse_action(self, text), which returns its action."
             )
         if self._form == "gymnasium" and not hasattr(probe, "parse_action"):
-            space = probe.action_space
+            if (space := getattr(probe, "action_space", None)) is None:
+                raise ValueError(f"environment={name} has no action_space. Add it, or parse_action(self, text).")
             if not isinstance(space.sample(), str | Integral):
                 raise ValueError(
                     f"environment={name} has the action space {space}, and a turn can be a text or a whole number. Add "
@@ -134,7 +135,8 @@ class Environment:
         made = [(one, thread) for one, thread in zip(self.objects, self._threads, strict=True) if one is not None]
         self.objects, self._threads = [], []
         if made:
-            close_objects(made, f"environment={self.name}", self._settings.seconds)
+            with slow_calls_reported(f"close of environment={self.name}"):
+                close_objects(made, f"environment={self.name}", self._settings.seconds)
 
     def reset(self, number: int, row: dict[str, Any], seed: int) -> Any:
         """Return the first observation: a text, messages or None. A row's own `seed` replaces the seed."""

@@ -24,7 +24,6 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.user_code import Failed, call
 from lean_ft.system.world import world
 
 
@@ -238,8 +237,11 @@ def _lacks(file: Path, name: str, functions: list[str], kind: str = "function") 
 def _load(file: Path, _version: int) -> ModuleType:
     if (folder := str(file.parent)) not in sys.path and file.parent != _BUILT_IN:
         sys.path.append(folder)  # last, so that its modules hide no library
+    current = os.getcwd()
     try:
         with without_os_exit():
-            return call(run_file, (file, f"user_functions.{file.stem}"), what=str(file))
-    except Failed as failed:
-        raise ValueError(f"{line_in(file, failed.error)} cannot be run: {failed}") from failed.error
+            return run_file(file, f"user_functions.{file.stem}")
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{line_in(file, error)} cannot be run: {type(error).__name__}: {error}") from error
+    finally:
+        os.chdir(current)  # other settings name files in it

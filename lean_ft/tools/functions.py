@@ -47,13 +47,11 @@ class Tools:
         self._settings, self._unchanged = settings, UnchangedProcess(torch.device("cpu"))
         self._functions: dict[str, tuple[str, Callable[..., Any]]] = {}  # with its text in the settings
         self.schemas: list[dict[str, Any]] = []
-        for text in settings.functions:
+        for text, method in [*((text, None) for text in settings.functions), *(("", method) for method in methods)]:
             try:
-                self._add(text, load_function(text))
+                self._add(text, method or load_function(text))
             except ValueError as error:
-                raise ValueError(f"tools.functions: {error}") from error
-        for method in methods:
-            self._add("", method)
+                raise ValueError(f"{'environment' if method else 'tools.functions'}: {error}") from error
         most = (os.cpu_count() or 1) * PROCESSES_A_CORE if settings.process else MOST_AT_ONCE
         self._slots, self._reported = Semaphore(most), set[str]()
         self._processes = set[subprocess.Popen[bytes]]()

@@ -98,8 +98,8 @@ def test_what_was_made_inside_is_closed() -> None:
     closed: list[int] = []
     with closing():
         close_later(lambda: closed.append(1))
-        with closing():
-            close_later(lambda: closed.append(2))
+        with pytest.raises(KeyError), closing():
+            raise KeyError(close_later(lambda: closed.append(2)))
         assert closed == [2]
     assert closed == [2, 1]
 
