@@ -66,7 +66,9 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The tensor on the CPU. Raises ValueError if its dtype is not supported."""
         if self.dtype is None:
-            raise ValueError(f"{self.file}: a tensor is stored as {self.dtype_name:.20}; expected one of {', '.join(_DTYPES)}.")
+            raise ValueError(
+                f"{self.file}: a tensor is stored as {self.dtype_name:.20}; expected one of {', '.join(_DTYPES)}."
+            )
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.read_part(part_of(tensor))
         return tensor

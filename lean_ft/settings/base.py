@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 
 from lean_ft.system.redaction import CONTROL
-from lean_ft.system.user_functions import as_setting
+from lean_ft.system.user_functions import as_factory, as_setting
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -68,6 +68,10 @@ RegularExpression = Annotated[str, AfterValidator(_is_regular_expression)]
 FunctionName = Annotated[Name, BeforeValidator(as_setting)]
 # FILE.py:FUNCTION, a user's function. A union with this type needs AfterValidator(check_function).
 OwnFunction = Annotated[FunctionName, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
+# The same for a class, which stays a class, or a function that makes objects.
+OwnFactory = Annotated[
+    Annotated[str, BeforeValidator(as_factory)], Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})
+]
 
 
 class Settings(BaseModel):

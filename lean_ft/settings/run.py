@@ -27,7 +27,7 @@ from lean_ft.settings.base import (
     FunctionName,
     GroupT,
     Name,
-    OwnFunction,
+    OwnFactory,
     RegularExpression,
     Resume,
     Settings,
@@ -256,7 +256,7 @@ class OnlineConfig(AnswersConfig):
     `length`, and `environment`, the environment's own reward), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
     tools: ToolsConfig = ToolsConfig.model_validate({})
-    environment: Annotated[OwnFunction, AfterValidator(check_function)] | None = None
+    environment: Annotated[OwnFactory, AfterValidator(check_function)] | None = None
     """Your own environment, `my_env.py:Env`: a class with `reset(row)`, which returns what is added to the prompt, and
     `step(action)`, which returns an observation, a reward and whether the episode is over. Or a class whose methods are
     tools, with `reset(**row)` and perhaps `get_reward()`, as TRL's environment_factory. Or a function that makes an

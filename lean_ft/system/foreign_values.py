@@ -9,6 +9,7 @@ Valid text has no half surrogate pair, which no file and no tokenizer can encode
 U+FDEF, which Unicode reserves for a program's internal use; the renderer of chats uses them.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -32,16 +33,17 @@ def plain(
     *,
     markers: bool = False,
     finite: bool = False,
+    repair: bool = False,
     leaves: tuple[type, ...] = (),
 ) -> Any:
     """Return a copy of `value` as JSON types.
 
-    markers: allow them, in values that no chat template gets; finite: refuse NaN and infinity, which are not JSON; leaves: other
-    types that are kept, such as bytes. Raises ValueError that names the place in `what` for half a surrogate pair, a marker,
+    markers: allow them, in values that no chat template gets; finite: refuse NaN and infinity, which are not JSON; repair:
+    replace what is not valid text, as `valid_text` does, instead of refusing it; leaves: other types that are kept, such as bytes. Raises ValueError that names the place in `what` for half a surrogate pair, a marker,
     another type, a name that is no text, and a value that is too deep or too large.
     """
     try:
-        return _Walk(unpack, markers, finite, leaves).copy(value, 0)
+        return _Walk(unpack, markers, finite, repair, leaves).copy(value, 0)
     except _Problem as problem:
         steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in reversed(problem.steps))
         steps = steps.lstrip(".")
@@ -52,7 +54,7 @@ def plain(
 def check_text(text: str, what: str, *, markers: bool = True) -> str:
     """Return `text`. Raises ValueError that names `what` for half a surrogate pair, and for a marker unless they are allowed."""
     try:
-        return _Walk(None, markers, False, ()).text(text)
+        return _Walk(None, markers, False, False, ()).text(text)
     except _Problem as problem:
         raise ValueError(f"{what} {problem}") from None
 
@@ -73,8 +75,11 @@ class _Problem(ValueError):
 class _Walk:
     """One walk with its settings and what is left of its budget."""
 
-    def __init__(self, unpack: Unpack | None, markers: bool, finite: bool, leaves: tuple[type, ...]) -> None:
+    def __init__(
+        self, unpack: Unpack | None, markers: bool, finite: bool, repair: bool, leaves: tuple[type, ...]
+    ) -> None:
         self._unpack, self._markers, self._finite, self._leaves = unpack, markers, finite, leaves
+        self._repair = repair
         self._values, self._characters = MAX_VALUES, MAX_CHARACTERS
 
     def copy(self, value: Any, depth: int) -> Any:
@@ -93,6 +98,8 @@ class _Walk:
             raise _Problem(f"has more than {MAX_CHARACTERS:,} characters. Shorten it.")
         if text.isascii():
             return text
+        if self._repair:
+            return valid_text(text)
         if half := _HALVES.search(text):
             raise _Problem(
                 f"has half a surrogate pair (\\u{ord(half[0]):04x}) at character {half.start()}, so it is not valid text. "
@@ -165,6 +172,6 @@ class _Walk:
     def _name(self, name: Any) -> str:
         if isinstance(name, str):
             return self.text(str.__str__(name))
-        if isinstance(name, int) and not isinstance(name, bool):
-            return str(int(name))  # as JSON's encoder writes it
+        if name is None or isinstance(name, int | float):
+            return json.dumps(name)  # as JSON's encoder writes it
         raise _Problem(f"is a {type(name).__name__}; expected text.")

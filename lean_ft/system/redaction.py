@@ -11,6 +11,7 @@ Not redacted: bad batches and prepared data, which contain the user's own rows, 
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -35,6 +36,7 @@ _NAMED = re.compile(
     r"(?!\[token\])((?!%26)[^&#;\s\"'<>\\)\]}])+",
     re.IGNORECASE,
 )
+_GIVEN: dict[str, str] = {}  # absolute path of a run's folder -> the path that was given
 # Characters that move a terminal's cursor, end a line, reverse the order of letters, or are no text. Line feeds and tabs are not
 # among them.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -78,6 +80,8 @@ def _secrets() -> list[str]:
 def _without(text: str, secrets: list[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, "[token]")
+    for folder, given in _GIVEN.items():
+        text = _replaced_folder(text, folder, given)
     return shorten_home(_NAMED.sub(r"\1[token]", _SECRET.sub("[token]", text)))
 
 
@@ -109,6 +113,17 @@ def _escape(found: re.Match[str]) -> str:
 def shorten_home(text: str) -> str:
     """Replace the user's home by `~` at the start of paths in `text`."""
     home = os.path.expanduser("~").rstrip("/")
-    if not home or home == "~":
+    return text if not home or home == "~" else _replaced_folder(text, home, "~")
+
+
+def shown_as_given(folder: Path) -> Path:
+    """Return the folder as an absolute path. Redacted text has the path as it was given."""
+    if not folder.is_absolute():
+        _GIVEN[str(folder.absolute())] = str(folder)
+    return folder.absolute()
+
+
+def _replaced_folder(text: str, folder: str, name: str) -> str:
+    if folder not in text:
         return text
-    return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=/|\b(?![\w.-]))", "~", text)
+    return re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?=/|\b(?![\w.-]))", lambda _: name, text)

@@ -69,9 +69,10 @@ class Tokenizer:
         self.special_tokens = special_tokens  # `bos_token`, `eos_token` and so on, as chat templates see them
         self.chat_templates = chat_templates  # Jinja sources by name; `default` is for chats without tools
         self.chat_template = chat_templates.get("default")
-        self.template_file = template_file  # the chat template file that replaces the folder's, or None
+        # Absolute, since a run saves the files again, and may change the current folder.
+        self.template_file = template_file and template_file.absolute()  # replaces the folder's, or None
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
-        self.folder, self.files = folder, files
+        self.folder, self.files = folder.absolute(), [file.absolute() for file in files]
         self.context_length = context_length  # tokens of the longest text that the model was made for, if known
         self.chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template; a call's own win
         self.image_rules: ImageRules | None = None  # how images become tokens; None: texts alone

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from lean_ft.system.foreign_values import MARKERS
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.passages import Passage
 from lean_ft.tokenizers.vocabulary import any_of
@@ -66,15 +65,31 @@ class ToolTurns:
         self._opened = next((one for one in REASONING if all(text.rstrip().endswith(one) for text in prompts)), "")
 
     def read(self, ids: Sequence[int]) -> Turn:
-        """What the sampled `ids` of a turn say. A malformed call has an `error`. A call inside of reasoning is text."""
+        """What the sampled `ids` of a turn say. A malformed call has an `error`, and its text is in the content. A call inside of
+        reasoning is text."""
+        text = self._sampled(ids)
+        content, calls = read_turn(self._form, text, self._types, self._opened) if self._form else (text, [])
+        if len(calls) > 1 and not self._takes_several:
+            content, error = text, f"error: this turn has {len(calls)} tool calls. Make one call at a time."
+            calls = [Call("", {}, error)]
+        return Turn(self._without_control(content), calls)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of the sampled `ids` of a turn, with calls as they were written, and without control tokens."""
+        return self._without_control(self._sampled(ids))
+
+    def before_calls(self, ids: Sequence[int]) -> str:
+        """The part of `text` in front of the first call."""
+        return self._without_control(self._sampled(ids).partition(self.opening)[0])
+
+    def _sampled(self, ids: Sequence[int]) -> str:
         ids = list(ids)
         if ids and self._tokenizer.token_text(ids[-1]) in self._tokenizer.control_tokens:
             ids.pop()
-        text = self._tokenizer.decode(ids)
-        content, calls = read_turn(self._form, text, self._types, self._opened) if self._form else (text, [])
-        if len(calls) > 1 and not self._takes_several:
-            calls = [Call("", {}, f"error: this turn has {len(calls)} tool calls. Make one call at a time.")]
-        return Turn(self._control.sub("", content).strip(), calls)
+        return self._tokenizer.decode(ids)
+
+    def _without_control(self, text: str) -> str:
+        return self._control.sub("", text).strip()
 
     def reply(self, ids: Sequence[int], calls: Sequence[Call], results: Sequence[str]) -> list[int]:
         """The given ids that follow the sampled `ids` of a turn with `calls`: what the template writes after the turn, the
@@ -101,13 +116,13 @@ class ToolTurns:
 
     def _after(self, ids: Sequence[int], calls: Sequence[Call], messages: Messages) -> list[int]:
         def written(clean: Callable[[str], str]) -> Passage:
-            following = [{**one, "content": clean(one["content"])} for one in messages]
+            following = [{**one, "content": clean(one["content"].replace(MARK, MARK.lower()))} for one in messages]
             return self._passage([*self._turn(calls), *following], True)
 
         try:
-            passage = written(_as_text)
+            passage = written(str)
         except ValueError:  # the template takes control tokens in these texts for its own
-            passage = written(lambda text: self._control.sub("", _as_text(text)))
+            passage = written(lambda text: self._control.sub("", text))
         begin = self._end(passage.text, self._ends if calls else self._control)
         literal = [(start - begin, end - begin) for start, end in passage.literal if start >= begin]
         given = self._tokenizer.tokenize([Passage(passage.text[begin:], [], literal)])[0][0].tolist()
@@ -181,8 +196,3 @@ def _name(call: Call) -> str:
 
 def _id(i: int, call: Call) -> str:
     return call.id if re.fullmatch(r"[\w.:/-]{1,256}", call.id) else f"call{i:05}"  # Mistral's ids have 9 characters
-
-
-def _as_text(text: str) -> str:
-    """Replace what is no text, or what stands for the markers of a rendered chat."""
-    return MARKERS.sub("\ufffd", text.encode(errors="replace").decode()).replace(MARK, MARK.lower())

@@ -23,7 +23,7 @@ def command_to_continue(cfg: RecipeConfig) -> str:
     else:
         program, *arguments = sys.argv
     more = {"resume": "auto"} if cfg.resume != "auto" else {}
-    if re.fullmatch(rf"{re.escape(str(cfg.default_output_dir))}_\d+", str(cfg.output_dir)):
+    if re.fullmatch(rf"{re.escape(str(cfg.default_output_dir.absolute()))}_\d+", str(cfg.output_dir.absolute())):
         more["output_dir"] = str(cfg.output_dir)
     if Path(program).name in ("", "-", "-c", "ipykernel_launcher.py"):
         return "the same call again" + "".join(f", with {name}={value!r}" for name, value in more.items())

@@ -32,6 +32,7 @@ from lean_ft.models.routing import RoutingStatistics
 from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig
+from lean_ft.system.foreign_values import valid_text
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
 from lean_ft.system.random_state import restore_random_state
@@ -304,7 +305,7 @@ class Run:
 
     def log_metric(self, name: str, value: Tensor | float) -> None:
         """Add a value to the next line: of the step, or of the evaluation as `eval_NAME`. The line has the mean of its values."""
-        self._metrics.further.setdefault(name, []).append(float(value))
+        self._metrics.further.setdefault(valid_text(str(name)), []).append(float(value))
 
     def evaluation_due(self) -> bool:
         """Whether the loop's body evaluates now: as often as `eval_every` says, and after the last step, which is saved first.
