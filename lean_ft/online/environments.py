@@ -108,13 +108,16 @@ class Environment:
         return [] if self.has_steps else [getattr(environment, name) for name in names]
 
     def object(self, number: int) -> Any:
-        """The environment of this number, which is made if there is none."""
+        """The environment of this number, which is made if there is none. Raises ValueError if another number has the same one."""
         while len(self.objects) <= number:
             self.objects.append(None)
             self._threads.append(CallThread())
         if self.objects[number] is None:
             with slow_calls_reported(f"environment={self.name}, which is being made,"):
-                self.objects[number] = call(self._make, what=f"environment={self.name}", thread=self._threads[number])
+                made = call(self._make, what=f"environment={self.name}", thread=self._threads[number])
+            if any(one is made for one in self.objects if one is not None):
+                raise ValueError("it returned the same object twice, and each completion needs its own")
+            self.objects[number] = made
         return self.objects[number]
 
     def thread(self, number: int) -> CallThread:

@@ -376,12 +376,15 @@ class Round:
         assert environment is not None
         if not environment.has_state:
             return act()
-        key = self._all.results.key(self._seed, ids, self._numbers[place])
+        key, where = self._all.results.key(self._seed, ids, self._numbers[place]), self._prompts[place].place
         if (known := self._all.results.take(key)) is not None:
-            environment.load_state(place, known["state"])
+            with failing(environment.name, f"failed in load_state_dict at {where}"):
+                environment.load_state(place, known["state"])
             return known["found"]
         found = act()
-        self._all.results.add(key, found=found, state=environment.state(place))
+        with failing(environment.name, f"failed in state_dict at {where}"):
+            state = environment.state(place)
+        self._all.results.add(key, found=found, state=state)
         return found
 
 

@@ -230,7 +230,7 @@ class _Started:
     def _enter(self) -> None:
         with self._lock:
             if not self._running:
-                _Started._folder = os.getcwd()
+                _Started._folder = _folder_now()
                 self._names.clear()
             self._running.add(self)
             self._names[self._what] = None
@@ -242,7 +242,8 @@ class _Started:
             self._running.discard(self)
             if self._running or _folder_now() == self._folder:
                 return
-            os.chdir(self._folder)
+            with suppress(OSError):  # it is gone
+                os.chdir(self._folder)
             names = " or ".join(self._names)
             is_new, _ = names not in self._warned, self._warned.add(names)
         if is_new:

@@ -412,6 +412,12 @@ def test_the_methods_of_an_environment_run_in_one_thread_in_the_order_of_the_cal
         assert one.reward == 3.0
 
 
+def test_each_completion_has_its_own_environment(folder: Path) -> None:
+    episodes = environment_of(folder, f"{OWN}\none = Row()\ndef make():\n    return one\n", "make")
+    with pytest.raises(TrainingFailed, match="make cannot be made: it returned the same object twice"):
+        play(episodes, [asked("Go.", episodes, cards=["A"])] * 2, ["a"], ["a"])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -525,6 +531,15 @@ class Methods(Sums):
 
 def added(a: int, b: int) -> str:
     return f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+
+
+def test_a_state_that_is_not_json_names_the_environment(folder: Path) -> None:
+    text = STATEFUL.replace('{"seen": self.seen}', '{"seen": {1, 2}}').replace('self._called(f"', '(f"')
+    for name, turns in (("Steps", ["a"]), ("Methods", [added(1, 2), "End."])):
+        episodes = environment_of(folder, text, name)
+        message = f"{name} failed in state_dict at rows.jsonl, line 1: state_dict returned what JSON cannot hold: .*set"
+        with pytest.raises(TrainingFailed, match=message):
+            play(episodes, [asked("Go", episodes, answer="5")], turns)
 
 
 @pytest.mark.parametrize(
