@@ -121,8 +121,9 @@ def decoding_bytes(image: Image.Image) -> int:
         return _WEBP_BYTES * pixels
     if isinstance(image, JpegImageFile):
         return stored + _coefficient_bytes(image)
-    if isinstance(image, TiffImageFile) and image.use_load_libtiff:
-        return stored + _piece_bytes(image)
+    if isinstance(image, TiffImageFile):
+        copy = 0 if image.tag_v2.get(_ORIENTATION, 1) == 1 else stored  # Pillow turns it
+        return stored + max(copy, _piece_bytes(image) if image.use_load_libtiff else 0)
     if isinstance(image, BmpImageFile) and image.tile[0][0] == "bmp_rle":
         return stored + 3 * pixels
     return stored
@@ -211,7 +212,16 @@ def _scans(image: JpegImageFile, most: int) -> list[int]:
 
 # TIFF -----------------------------------------------------------------------------------------------------------------
 
-_WIDTH, _HEIGHT, _BITS, _COLORS, _SAMPLES, _ROWS_OF_STRIP, _PLANES = 256, 257, 258, 262, 277, 278, 284
+_WIDTH, _HEIGHT, _BITS, _COLORS, _ORIENTATION, _SAMPLES, _ROWS_OF_STRIP, _PLANES = (
+    256,
+    257,
+    258,
+    262,
+    274,
+    277,
+    278,
+    284,
+)
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323
 _YCBCR, _SEPARATE = 6, 2
 _MOST_OF_JPEG = 100 << 20  # libtiff's own limit

@@ -29,10 +29,8 @@ _OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _UNKNOWN_RANGE = {"I": "signed integers or integers of 32 bits", "F": "fractions"}
 _BITS, _COLORS = 258, 262  # tags of TIFF
 _WHITE_IS_ZERO = 0
-_GRAY_STEPS = {
-    "L;2": 85,
-    "L;4": 17,
-}  # of PNG: Pillow spreads values of 2 and 4 bits over 8, and not the transparent one
+# Of PNG: Pillow spreads values of 2 and 4 bits over 8, and not the transparent one.
+_GRAY_STEPS = {"L;2": 85, "L;4": 17}
 
 
 def check_colors(image: Image.Image) -> None:

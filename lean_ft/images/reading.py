@@ -214,7 +214,8 @@ def _plain_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Image.UnidentifiedImageError:
-        raise ValueError(f"{name} is in none of the formats {', '.join(FORMATS)}.") from None
+        formats = ", ".join(FORMATS)
+        raise ValueError(f"{name} is in none of the formats {formats}, or in a form of one that is not read.") from None
     except RefusedImage as error:
         raise ValueError(f"{name} is not read: {error}") from None
     except MemoryError:
