@@ -10,7 +10,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from lean_ft.images.cuts import Size
-from lean_ft.images.limits import RefusedImage
+from lean_ft.images.decoding_limits import RefusedImage
 
 _STRIP_PIXELS = 1 << 20
 _ORIENTATION = 0x0112

@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import PngImageFile
 from lean_ft.images import limits
 from lean_ft.images.cuts import Size
 from lean_ft.images.forms import MAX_BYTES, image_in, short
-from lean_ft.images.limits import RefusedImage
+from lean_ft.images.decoding_limits import RefusedImage
 from lean_ft.images.pixels import Upright, check_colors, is_gray, is_upright, orientation
 from lean_ft.images.rules import ImageRules
 

@@ -5,6 +5,7 @@ By default the converter's side comes from converter_facts.json. With LLAMA_CPP 
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from lean_ft.export import export_gguf
 from lean_ft.gguf.open import gguf_folder
+from lean_ft.gguf.wholes import _ARCHITECTURES
 from lean_ft.models import load_model
 from lean_ft.system.run_directory import TRAINING_STATE_FILE
 from tests.export.conftest import SIZES, qwen_tokenizer, write_tokenizer
@@ -116,7 +118,7 @@ _PROCESSOR = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"longest
 @pytest.mark.long
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP is not set to a folder of llama.cpp's sources")
 @pytest.mark.parametrize(
-    "case", ["glm4v", "glm4v_moe", "glm_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
+    "case", ["glm4v", "glm4v_moe", "glm_ocr", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
 )
 def test_the_converters_file_of_the_tower_fits(case, tmp_path):
     """llama.cpp opens both files together."""
@@ -150,6 +152,7 @@ def test_what_does_not_fit_an_mmproj_file_is_reported(model_type, remark, tmp_pa
     if model_type == "qwen3":
         settings = {"model.path": str(write_folder("qwen3_vl", tmp_path / "whole"))}
         source = write_folder("qwen3", tmp_path / "model")
+        (source / TRAINING_STATE_FILE).parent.mkdir()
         (source / TRAINING_STATE_FILE).write_text(json.dumps({"settings": settings}))
     else:
         tiny_whole(model_type, text={**SIZES, **CASES["qwen2"][1]}).save_pretrained(source := tmp_path / "model")
@@ -184,3 +187,9 @@ def test_special_tokens_that_only_config_json_names(tmp_path):
     found = {key: n for key, n in stored.items() if key.endswith("_token_id")}
     names = {"eos": 7, "bos": 5, "padding": 9, "seperator": 4}
     assert found == {f"tokenizer.ggml.{name}_token_id": n for name, n in names.items()}
+
+
+def test_the_documentation_has_the_architectures_in_models_that_read_images():
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    for (model, _), architecture in _ARCHITECTURES.items():
+        assert re.search(rf"^\| .*`{model}`.* \| `{architecture}` \|$", page, re.MULTILINE), model
