@@ -197,7 +197,8 @@ def documents_of(passages: Sequence[Passage | Document], tokenizer: Tokenizer) -
 
 
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
-    """Add the columns of `images` to a document. Raises ValueError if it has another number of image tokens."""
+    """Add the columns of `images` to a document, and train no token in or around an image: behind one that the model writes, no image
+    can come. Raises ValueError if the document has another number of image tokens."""
     is_image = document.ids == image_id
     grids = [grid for image in images for grid in image.layout.grids]
     runs = [run for image in images for run in image.layout.runs]
@@ -218,7 +219,7 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
     }
     return Document(
         document.ids,
-        document.trained,
+        document.trained & ~np.isin(document.ids, list(rules.marks)),
         {**document.per_token, **per_token},
         {**document.per_document, **per_document},
         rules,

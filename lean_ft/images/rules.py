@@ -10,6 +10,7 @@ Shapes: P patches of an image, p pixels of a patch's side.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # models and tokenizers load this file, and texts do not need
     from PIL import Image
 
 _MAX_TILES = 1 << 10
+_TOKEN = re.compile(r"<[^<>\s]+>|\[\w+\]")
 _MAX_RESIZED = 1 << 26  # pixels, 4 times what Qwen3-VL allows
 
 
@@ -62,6 +64,7 @@ class ImageRules:
     text: Text
     shifts_positions: bool  # rotary positions have three axes, and text behind an image continues at a shifted position
     max_tokens: int | None
+    marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
 
     def layout(self, size: Size) -> ImageLayout:
         """What an image of this size becomes. Raises ValueError for a size that the family refuses."""
@@ -215,7 +218,17 @@ class _Family:
     placeholder: str | None = None  # None: the token
     around: Mapping[str, str] = field(default_factory=dict)  # texts of `framed`
     text: Text | None = None  # None: `framed`
+    beside: tuple[
+        str, ...
+    ] = ()  # tokens around an image that no other field has: the chat template or `text` writes them
     shifts_positions: bool = False
+
+    def marks(self, added_tokens: Mapping[str, int]) -> frozenset[int]:
+        """The ids of the tokens in and around an image."""
+        written = (self.token, self.placeholder or "", *self.around.values(), *self.beside)
+        names = {name for text in written for name in _TOKEN.findall(text)}
+        pattern = re.compile("|".join(re.escape(name).replace(r"\{\}", r"\d+") for name in names))
+        return frozenset(number for token, number in added_tokens.items() if pattern.fullmatch(token))
 
 
 # fmt: off
@@ -240,7 +253,9 @@ _IN_VISION = {"image_size": 224, "spatial_merge_size": 2, "pooling_kernel_size":
 
 _FAKE = "<fake_token_around_image>"
 _GEMMA_4 = {"start": "<|image>", "end": "<image|>"}
-_QWEN = _Family(_qwen, "<|image_pad|>", _OF_QWEN, shifts_positions=True)
+_QWEN = _Family(
+    _qwen, "<|image_pad|>", _OF_QWEN, shifts_positions=True, beside=("<|vision_start|>", "<|vision_end|>"),
+)
 _FAMILIES: dict[str, _Family] = {
     "qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
     "qwen2_5_vl": replace(_QWEN, patch_size=14),
@@ -248,7 +263,8 @@ _FAMILIES: dict[str, _Family] = {
         _gemma3, "<image_soft_token>", _HALF | {"size": {"height": 224, "width": 224}}, placeholder="<start_of_image>",
         around={"start": "\n\n<start_of_image>", "end": "<end_of_image>\n\n"},
     ),
-    "mistral3": _Family(_pixtral, "[IMG]", _CLIP | {"size": {"longest_edge": 1024}}, text=by_rows),
+    "mistral3": _Family(_pixtral, "[IMG]", _CLIP | {"size": {"longest_edge": 1024}}, text=by_rows,
+                        beside=("[IMG_BREAK]", "[IMG_END]")),
     "gemma4": _Family(_gemma4, "<|image|>", _OF_GEMMA_4, around=_GEMMA_4),
     "gemma4_unified": _Family(partial(_gemma4, has_tower=False), "<|image|>", _OF_GEMMA_4, around=_GEMMA_4),
     "smolvlm": _Family(
@@ -265,10 +281,12 @@ _FAMILIES: dict[str, _Family] = {
 # fmt: on
 
 
-def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
+def image_rules(
+    folder: Path, max_tokens: int | None = None, added_tokens: Mapping[str, int] | None = None
+) -> ImageRules:
     """The rules of a model folder, from config.json and preprocessor_config.json or processor_config.json.
 
-    max_tokens: scale larger images down to this number of tokens. Raises ValueError if lean_ft does not know how the model
+    max_tokens: scale larger images down to this number of tokens. added_tokens: of the tokenizer, with their ids. Raises ValueError if lean_ft does not know how the model
     prepares images, for a setting that is not implemented, or if images cannot have so few tokens.
     """
 
@@ -300,6 +318,7 @@ def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
         text=family.text or partial(framed, token=family.token, **family.around),
         shifts_positions=family.shifts_positions,
         max_tokens=None,
+        marks=family.marks(added_tokens or {}),
     ).limited(max_tokens)
 
 

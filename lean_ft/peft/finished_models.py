@@ -71,7 +71,7 @@ def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path
     settings = {} if checkpoint is None else read_training_state(checkpoint)["settings"]
     tokenizer.chat_template_kwargs = _template_kwargs(settings)
     if images is not None:
-        tokenizer.image_rules = image_rules(images, settings.get("data.image_tokens"))
+        tokenizer.image_rules = image_rules(images, settings.get("data.image_tokens"), tokenizer.added_tokens)
     return tokenizer
 
 

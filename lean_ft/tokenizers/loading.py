@@ -92,7 +92,7 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None, images: bool =
     try:
         tokenizer = _read_folder(folder, chat_template)
         if images:
-            tokenizer.image_rules = image_rules(folder)
+            tokenizer.image_rules = image_rules(folder, added_tokens=tokenizer.added_tokens)
         return tokenizer
     except (AttributeError, KeyError, TypeError, UnicodeEncodeError) as error:  # a value of the wrong type
         raise ValueError(

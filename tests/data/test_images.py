@@ -313,6 +313,29 @@ def test_typed_control_tokens_stay_text(family: Family) -> None:
     assert family.tokenizer.decode(document.ids.tolist()).count(typed) == 3
 
 
+@pytest.mark.parametrize("has_tags", [False, True], ids=["turns", "generation tags"])
+def test_no_token_around_an_image_is_trained(family: Family, has_tags: bool, tmp_path: Path) -> None:
+    source = str(family.tokenizer.chat_template)
+    if has_tags:
+        turn = source[source.index("{% if m.content") : source.index("<|im_end|>") + len("<|im_end|>")]
+        own = f"{{% generation %}}{turn}{{% endgeneration %}}"
+        source = source.replace(turn, f"{{% if m.role == 'assistant' %}}{own}{{% else %}}{turn}{{% endif %}}")
+    (file := tmp_path / "template.jinja").write_text(source)
+    tokenizer = load_tokenizer(ModelConfig(path=str(family.tokenizer.folder), images="frozen"), file)
+    crop = [image(path="wide.png"), text("Here."), image(path="tall.png")]
+    row = {"messages": [asked(text("Crop."), image(path="dot.png")), {"role": "assistant", "content": crop}]}
+    for train_on in ("completion", "assistant", "last", "all"):
+        [document], _ = family._replace(tokenizer=tokenizer).documents(row, train_on=train_on)
+        trained = tokenizer.decode(document.ids[document.trained].tolist()).replace("\n", "")
+        before = "<|im_start|>userCrop.<|im_end|><|im_start|>assistant" if train_on == "all" else ""
+        assert trained == f"{before}Here.<|im_end|>"
+
+
+def test_a_plain_text_trains_no_token_around_an_image(qwen: Family) -> None:
+    [document], _ = qwen.documents({"text": "a<|vision_start|>b"})
+    assert qwen.tokenizer.decode(document.ids[document.trained].tolist()) == "ab<|im_end|>"
+
+
 def test_a_template_must_write_a_placeholder_for_each_image(qwen: Family) -> None:
     row = {"messages": [asked(image(path="wide.png"), text("q")), ANSWER]}
     for source, times, hint in (

@@ -153,6 +153,16 @@ def test_repeated_tokens_have_the_ids_of_the_whole_text(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_marks_are_all_tokens_that_their_processor_writes(tmp_path, family):
+    folder, theirs = write_folder(tmp_path, family), TheirProcessor(family)
+    texts = [theirs(Image.new("RGB", size))[1] for size in ((600, 400), (300, 900), (20, 30))]
+    beside = ["<|vision_start|>", "<|vision_end|>"] if "qwen" in family else []  # its chat template writes them
+    written = sorted({*re.findall(SPECIAL, "".join(texts)), *beside})
+    ids = {token: number for number, token in enumerate([*written, "<|im_end|>", "<end_of_turn>", "<think>", "[INST]"])}
+    assert {ids[token] for token in written} <= image_rules(folder, added_tokens=ids).marks <= set(range(len(written)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_max_tokens_scales_images_down_and_never_up(tmp_path, family):
     usual = image_rules(write_folder(tmp_path, family))
     least = {"gemma3": 4, "smolvlm": 16, "lfm2_vl": 4}.get(family, 1)
