@@ -26,9 +26,10 @@ ANSWERS = {
     ),
     "empty_answers": ("empty answers", ""),
 }
-COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", *ANSWERS)
+COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", "with_images", *ANSWERS)
 NUM_NAMES_SHOWN = 20
 UNREADABLE_IMAGE = "an image cannot be read"
+MARK_IN_TEXT = "<image> in texts"  # of rows without an image
 
 
 def count(names: Iterable[str], into: dict[str, int]) -> None:
@@ -69,6 +70,10 @@ class DataReport:
     """Number of rows or sequences with a field or message key that is not read, by name."""
     columns: dict[str, int] = field(default_factory=dict)
     """Number of rows with a column for rewards, by name."""
+    with_images: int = 0
+    """Rows that show an image."""
+    unseen: dict[str, int] = field(default_factory=dict)
+    """Number of rows without an image that have a field with paths of images, by name, in a run that reads images."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
     image_examples: list[str] = field(default_factory=list)
@@ -200,6 +205,20 @@ class DataReport:
                 "raise data.max_bad_rows."
             )
 
+    def check_images(self) -> None:
+        """Raise ValueError if no row shows an image, but rows have images in other fields or places for images in their texts."""
+        marked = self.unread.get(MARK_IN_TEXT, 0)
+        if self.with_images or UNREADABLE_IMAGE in self.dropped or not (self.unseen or marked):
+            return
+        found = f"and {counted(marked, 'rows')} {'has' if marked == 1 else 'have'} {MARK_IN_TEXT}"
+        if self.unseen:
+            name, number = max(self.unseen.items(), key=lambda one: one[1])
+            found = f"while the field `{name}` of {counted(number, 'rows')} looks like paths of images"
+            remedy = f"data.columns.images={name} to read it, or "
+        else:
+            remedy = "data.columns.images=FIELD to read the images of a field, or "
+        raise ValueError(f"no row shows an image, {found}. Set {remedy}model.images=none to train on the texts alone.")
+
     def nothing_left(self) -> str:
         """Explain why no row is left, for an error message."""
         reasons = self._reasons
@@ -215,6 +234,6 @@ class DataReport:
             setattr(self, name, (getattr(self, name) + getattr(other, name))[:NUM_BAD_ROWS_SHOWN])
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for name in ("dropped", "joined", "unread", "columns"):
+        for name in ("dropped", "joined", "unread", "columns", "unseen"):
             ours, theirs = getattr(self, name), getattr(other, name)
             ours |= {key: ours.get(key, 0) + number for key, number in theirs.items()}

@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -135,6 +135,22 @@ def _with_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else message
         for message in messages
     ]
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names that a template reads from outside: messages, special tokens, and variables of the caller.
+
+    A name that it also sets is one of them only if the template has a default for it: asks whether it is defined, or filters it.
+    """
+    environment = _environment()
+    tree = environment.parse(source)
+    asked = (
+        one for one in tree.find_all((nodes.Test, nodes.Filter)) if one.name in ("defined", "undefined", "default", "d")
+    )
+    optional = {one.node.name for one in asked if isinstance(one.node, nodes.Name)}
+    names = [*tree.find_all(nodes.Name)]
+    own = {one.name for one in names if one.ctx == "param" or (one.ctx == "store" and one.name not in optional)}
+    return frozenset(meta.find_undeclared_variables(tree) - own - {*environment.globals})
 
 
 def without_generation_tags(source: str) -> str:

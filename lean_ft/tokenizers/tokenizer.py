@@ -15,7 +15,15 @@ from lean_ft.images.rules import ImageRules
 from lean_ft.settings.other_tools import table
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_json
-from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks
+from lean_ft.tokenizers.chat_template import (
+    LITERAL_END,
+    LITERAL_START,
+    MARKERS,
+    ROLES,
+    ChatTemplate,
+    generation_blocks,
+    variables_of,
+)
 from lean_ft.tokenizers.passages import Passage, spans_of, without, without_markers
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import RenderedChat, RenderedTurn, outside_literals
@@ -392,6 +400,12 @@ class Tokenizer:
     def template_names(self) -> frozenset[str]:
         """All words in the chat templates, such as variables and keys of messages."""
         return frozenset(re.findall(r"\w+", "\n".join(self.chat_templates.values())))
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that a row or the settings may set."""
+        own = {"messages", "tools", "add_generation_prompt", "role", "content", *NAMED_TOKENS, *self.special_tokens}
+        return frozenset().union(*map(variables_of, self.chat_templates.values())) - own
 
     def check_template_kwargs(self, kwargs: dict[str, Any], known: Collection[str] | None = None) -> None:
         """Raise ValueError for variables that a chat template must not get, or that are not in `known`."""
