@@ -47,6 +47,7 @@ from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import is_function_path
 from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
+from lean_ft.tokenizers.chat_template import variables_of
 
 NUM_ROWS_TO_DETECT = 16
 SYSTEM_ROLES = ("system", "developer")
@@ -303,7 +304,8 @@ class RowReader:
                 return keys
             read = {name: columns.get(name, name) for name in given if name not in self.unused}
             is_chat = fields.chat or (fields.prompts and writes_chats(self.config, self.tokenizer))
-            variables = self.tokenizer.template_variables if is_chat else ()
+            sources = self.tokenizer.chat_templates.values() if is_chat else ()
+            variables = frozenset[str]().union(*map(variables_of, sources))
             names = unread_fields(row.fields, read, (*fields.required, *fields.optional), columns, variables)
             refuse_media(
                 {name: row.fields[name] for name in names},

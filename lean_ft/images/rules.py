@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lean_ft.images import cuts
+from lean_ft.images import cuts, limits
 from lean_ft.images.cuts import Size, Tiling
 from lean_ft.system.config_fields import ConfigFields
 from lean_ft.system.whole_files import read_json
@@ -74,8 +74,9 @@ class ImageRules:
         return ImageLayout(grids, *self.text(cut, tokens))
 
     def limited(self, max_tokens: int | None) -> "ImageRules":
-        """These rules with larger images scaled down to `max_tokens`. Raises ValueError if images cannot have so few tokens."""
-        limited = replace(self, max_tokens=max_tokens)
+        """These rules with images scaled down to at most `max_tokens` tokens. Raises ValueError if images cannot have so few."""
+        limit = self.limit if max_tokens is None else limits.limit_of(self, max_tokens)
+        limited = replace(self, max_tokens=max_tokens, limit=limit)
         limited.layout(Size(1, 1))
         return limited
 
@@ -107,7 +108,7 @@ class ImageRules:
         return [tile] * (cut.rows * cut.columns) + thumbnail
 
     def _cut(self, size: Size) -> Tiling:
-        """The cut at the largest limit at which the image has at most `max_tokens` tokens."""
+        """The cut at the limit, or of an image that has more than `max_tokens` there, at the largest limit at which it has not."""
 
         def num_tokens(limit: int) -> int:
             return sum(rows * columns for rows, columns in self._tokens(self.cut(size, limit)))
