@@ -9,15 +9,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
-from lean_ft.data.images import UnreadableImageError, documents_of, with_sizes
+from lean_ft.data.images import MARK, UnreadableImageError, documents_of, with_sizes
+from lean_ft.data.media import image_fields
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.pairs import until_the_answer_ends
-from lean_ft.data.report import DataReport, count
+from lean_ft.data.report import MARK_IN_TEXT, DataReport, count
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes
@@ -117,13 +119,24 @@ class Renderer:
                     ]
                 read.append((row, passages))
                 count(unread, report.unread)
-                count(self.reader.columns(row), report.columns)
-                for passage in passages:
-                    if isinstance(passage, Passage):
-                        report.count_passage(passage)
+                count(columns := self.reader.columns(row), report.columns)
+                texts = [passage for passage in passages if isinstance(passage, Passage)]
+                if any(passage.images for passage in texts):
+                    report.with_images += 1
+                else:
+                    self._count_unseen({name: row.fields.get(name) for name in unread} | columns, texts, report)
+                for passage in texts:
+                    report.count_passage(passage)
             except ValueError as error:
                 self._skip_or_raise(error, report)
         return self._tokenize(read, report)
+
+    def _count_unseen(self, fields: dict[str, Any], texts: list[Passage], report: DataReport) -> None:
+        """Count what may be an image of a row that shows none: fields that are not read, and places in its texts."""
+        if self.tokenizer.image_rules is not None:
+            count(image_fields(fields), report.unseen)
+        if any(MARK in passage.text for passage in texts):
+            count([MARK_IN_TEXT], report.unread)
 
     def _tokenize(
         self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport
@@ -176,6 +189,8 @@ class Parts:
             self.report.add(counts)
             self.report.check_bad_rows(self._config.max_bad_rows)
             yield documents
+        if self._render.tokenizer.image_rules is not None:
+            self.report.check_images()
         check_any_left(self.report, self._config, self._source)
 
 

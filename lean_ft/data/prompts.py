@@ -15,7 +15,7 @@ import numpy as np
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat
 from lean_ft.data.columns import Document
 from lean_ft.data.documents import renderer_of
-from lean_ft.data.foreign_fields import MEDIA, is_given
+from lean_ft.data.foreign_fields import MEDIA, is_given, refuse_media
 from lean_ft.data.formats import (
     RENAME,
     Fields,
@@ -26,7 +26,7 @@ from lean_ft.data.formats import (
     refuse_in_plain_text,
     writes_chats,
 )
-from lean_ft.data.images import IMAGE_FIELDS, without_images
+from lean_ft.data.images import IMAGE_FIELDS, shows_images, unread_part_keys, without_images
 from lean_ft.data.objective import Objective
 from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
@@ -35,6 +35,10 @@ from lean_ft.data.sources import read_rows
 from lean_ft.settings import DataConfig, PromptDataConfig, PromptRowsConfig, Sources
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
+
+# Names under which reward functions and environments get the run's own values (`lean_ft.online.rewards`).
+TAKEN_NAMES = {"prompts", "completions", "prompt_ids", "completion_ids", "ended", "environments", "environment_reward"}
+TAKEN_NAMES |= {"trainer_state", "log_metric", "log_extra"}
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,8 @@ def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any
             document = None if tokenizer.image_rules is None else replace(one, trained=np.zeros(len(one), dtype=bool))
             asked, columns = reader.read(row)
             prompts.append(Prompt(one.ids.tolist(), without_images(asked), columns, row.place, document))
+    if tokenizer.image_rules is not None:
+        report.check_images()
     return prompts, report
 
 
@@ -161,7 +167,9 @@ class PromptReader(RowReader):
     }
 
     def unread(self, row: Row) -> list[str]:
-        return []
+        renamed = self.formats[row.source].columns
+        replaced = [ours for ours, theirs in renamed.items() if ours in row.fields and theirs != ours]
+        return replaced + unread_part_keys(self.read(row)[0])
 
     def columns(self, row: Row) -> dict[str, Any]:
         return self.read(row)[1]
@@ -175,6 +183,11 @@ class PromptReader(RowReader):
                 raise ValueError(f"data.columns.{absent[0]}: the row has {names_of(row.fields)}.")
             fields = {name: value for name, value in row.fields.items() if name not in columns.values()}
             fields |= {ours: row.fields[theirs] for ours, theirs in columns.items()}
+            if taken := sorted(TAKEN_NAMES.intersection(fields)):
+                raise ValueError(
+                    f"the rows have the column `{taken[0]}`, and reward functions and environments get another value under this name. "
+                    f"Rename the column in the data, or set data.columns.my_{taken[0]}={columns.get(taken[0], taken[0])}."
+                )
             asked = parse_if_json(fields.pop("prompt", None), "prompt")
             if asked is None and "messages" in fields:
                 asked = read_chat(fields.pop("messages"), "messages").messages
@@ -197,6 +210,12 @@ class PromptReader(RowReader):
             for name in (one for one in MEDIA if one not in IMAGE_FIELDS):
                 if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
+            refuse_media(
+                fields,
+                of_prompt=True,
+                has_images=shows_images({**fields, "prompt": asked}),
+                reads_images=self.tokenizer.image_rules is not None,
+            )
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
             read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}
             assert isinstance(self.config, PromptRowsConfig)

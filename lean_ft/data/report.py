@@ -30,8 +30,12 @@ ANSWERS = {
         " with developer messages written as system messages (the template has no role developer)",
     ),
 }
-COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "bad_images", "tokens", "target_tokens", *ANSWERS)
+COUNTS = (
+    *("rows", "kept", "truncated", "lost_tokens", "bad_rows", "bad_images", "tokens", "target_tokens", "with_images"),
+    *ANSWERS,
+)
 NUM_NAMES_SHOWN = 20
+MARK_IN_TEXT = "<image> in texts"  # of rows without an image
 
 
 def count(names: Iterable[str], into: dict[str, int]) -> None:
@@ -74,6 +78,10 @@ class DataReport:
     """Number of rows or sequences with a field or message key that is not read, by name."""
     columns: dict[str, int] = field(default_factory=dict)
     """Number of rows with a column for rewards, by name."""
+    with_images: int = 0
+    """Rows that show an image."""
+    unseen: dict[str, int] = field(default_factory=dict)
+    """Number of rows without an image that have a field with paths of images, by name, in a run that reads images."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
     bad_rows: int = 0
@@ -200,6 +208,20 @@ class DataReport:
                 "raise data.max_bad_rows."
             )
 
+    def check_images(self) -> None:
+        """Raise ValueError if no row shows an image, but rows have images in other fields or places for images in their texts."""
+        marked = self.unread.get(MARK_IN_TEXT, 0)
+        if self.with_images or self.bad_images or not (self.unseen or marked):
+            return
+        found = f"and {counted(marked, 'rows')} {'has' if marked == 1 else 'have'} {MARK_IN_TEXT}"
+        if self.unseen:
+            name, number = max(self.unseen.items(), key=lambda one: one[1])
+            found = f"while the field `{name}` of {counted(number, 'rows')} looks like paths of images"
+            remedy = f"data.columns.images={name} to read it, or "
+        else:
+            remedy = "data.columns.images=FIELD to read the images of a field, or "
+        raise ValueError(f"no row shows an image, {found}. Set {remedy}model.images=none to train on the texts alone.")
+
     def nothing_left(self) -> str:
         """Explain why no row is left, for an error message."""
         reasons = self._reasons
@@ -214,6 +236,6 @@ class DataReport:
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for name in ("dropped", "joined", "unread", "columns"):
+        for name in ("dropped", "joined", "unread", "columns", "unseen"):
             ours, theirs = getattr(self, name), getattr(other, name)
             ours |= {key: ours.get(key, 0) + number for key, number in theirs.items()}

@@ -66,7 +66,11 @@ class _Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class _TextPart(_Fields):
+class _Part(_Fields):
+    cache_control: dict[str, Any] | None = None  # for other servers' caches
+
+
+class _TextPart(_Part):
     type: Literal["text"]
     text: str
 
@@ -99,7 +103,7 @@ class _ImageURL(_Fields):
         return url
 
 
-class _ImagePart(_Fields):
+class _ImagePart(_Part):
     type: Literal["image_url"]
     image_url: Annotated[_ImageURL, BeforeValidator(_as_object)]
 
@@ -108,7 +112,7 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-_Part = Annotated[
+_AnyPart = Annotated[
     Annotated[_TextPart | _ImagePart, Field(discriminator="type")],
     BeforeValidator(_as_image_url),
 ]
@@ -162,7 +166,7 @@ class Message(_Fields):
     """One message of a chat. Clients send an assistant's empty fields back, so these are accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Part], BeforeValidator(_as_parts), Field(max_length=1000)]
+    content: Annotated[list[_AnyPart], BeforeValidator(_as_parts), Field(max_length=1000)]
     name: Annotated[str, Field(max_length=64)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None

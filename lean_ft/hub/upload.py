@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lean_ft.export.places import files_of_model
+from lean_ft.export.places import files_of_model, sentences_not_in_files
 from lean_ft.hub.errors import DownloadFailed, explained
 from lean_ft.hub.paths import repository_name
 from lean_ft.peft import is_adapter
@@ -129,6 +129,8 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
         lines += [*_table(_results(run, folder)), ""]
         if has_picture:
             lines += [f"![Curves of the run]({_PICTURE})", ""]
+        if told := sentences_not_in_files(folder):
+            lines += ["## Use", "", *(f"- {sentence[0].upper()}{sentence[1:]}." for sentence in told), ""]
         keys = [key for key, value in settings.items() if key.startswith("data.") and "source" in key and value]
         lines += ["## Data", "", *(f"- {_code(key)}: {_code(json.dumps(settings[key]))}" for key in keys), ""]
         values = to_yaml(settings).rstrip()

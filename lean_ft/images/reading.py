@@ -21,10 +21,10 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from lean_ft.images import limits
+from lean_ft.images import decoding_limits as limits
 from lean_ft.images.cuts import Size
-from lean_ft.images.forms import MAX_BYTES, image_in, short
 from lean_ft.images.decoding_limits import RefusedImage
+from lean_ft.images.forms import MAX_BYTES, image_in, short
 from lean_ft.images.pixels import Upright, check_colors, is_gray, is_upright, orientation
 from lean_ft.images.rules import ImageRules
 

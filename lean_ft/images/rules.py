@@ -10,6 +10,7 @@ Shapes: P patches of an image, p pixels of a patch's side.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lean_ft.images import cuts
+from lean_ft.images import cuts, limits
 from lean_ft.images.cuts import Size, Tiling
 from lean_ft.system.config_fields import ConfigFields
 from lean_ft.system.whole_files import read_json
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # models and tokenizers load this file, and texts do not need
     from lean_ft.images.pixels import Upright
 
 _MAX_TILES = 1 << 10
+_TOKEN = re.compile(r"<[^<>\s]+>|\[\w+\]")
 _MAX_RESIZED = 1 << 26  # pixels, 4 times what Qwen3-VL allows
 _ROWS_PIXELS = 1 << 18  # cut at a time
 
@@ -71,6 +73,7 @@ class ImageRules:
     text: Text
     shifts_positions: bool  # rotary positions have three axes, and text behind an image continues at a shifted position
     max_tokens: int | None
+    marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
 
     def layout(self, size: Size) -> ImageLayout:
         """What an image of this size becomes. Raises ValueError for a size that the family refuses."""
@@ -80,8 +83,9 @@ class ImageRules:
         return ImageLayout(grids, *self.text(cut, tokens))
 
     def limited(self, max_tokens: int | None) -> "ImageRules":
-        """These rules with larger images scaled down to `max_tokens`. Raises ValueError if images cannot have so few tokens."""
-        limited = replace(self, max_tokens=max_tokens)
+        """These rules with images scaled down to at most `max_tokens` tokens. Raises ValueError if images cannot have so few."""
+        limit = self.limit if max_tokens is None else limits.limit_of(self, max_tokens)
+        limited = replace(self, max_tokens=max_tokens, limit=limit)
         limited.layout(Size(1, 1))
         return limited
 
@@ -136,7 +140,7 @@ class ImageRules:
         return [tile] * (cut.rows * cut.columns) + thumbnail
 
     def _cut(self, size: Size) -> Tiling:
-        """The cut at the largest limit at which the image has at most `max_tokens` tokens."""
+        """The cut at the limit, or of an image that has more than `max_tokens` there, at the largest limit at which it has not."""
 
         def num_tokens(limit: int) -> int:
             return sum(rows * columns for rows, columns in self._tokens(self.cut(size, limit)))
@@ -247,7 +251,17 @@ class _Family:
     placeholder: str | None = None  # None: the token
     around: Mapping[str, str] = field(default_factory=dict)  # texts of `framed`
     text: Text | None = None  # None: `framed`
+    beside: tuple[
+        str, ...
+    ] = ()  # tokens around an image that no other field has: the chat template or `text` writes them
     shifts_positions: bool = False
+
+    def marks(self, added_tokens: Mapping[str, int]) -> frozenset[int]:
+        """The ids of the tokens in and around an image."""
+        written = (self.token, self.placeholder or "", *self.around.values(), *self.beside)
+        names = {name for text in written for name in _TOKEN.findall(text)}
+        pattern = re.compile("|".join(re.escape(name).replace(r"\{\}", r"\d+") for name in names))
+        return frozenset(number for token, number in added_tokens.items() if pattern.fullmatch(token))
 
 
 # fmt: off
@@ -272,7 +286,9 @@ _IN_VISION = {"image_size": 224, "spatial_merge_size": 2, "pooling_kernel_size":
 
 _FAKE = "<fake_token_around_image>"
 _GEMMA_4 = {"start": "<|image>", "end": "<image|>"}
-_QWEN = _Family(_qwen, "<|image_pad|>", _OF_QWEN, shifts_positions=True)
+_QWEN = _Family(
+    _qwen, "<|image_pad|>", _OF_QWEN, shifts_positions=True, beside=("<|vision_start|>", "<|vision_end|>"),
+)
 _FAMILIES: dict[str, _Family] = {
     "qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
     "qwen2_5_vl": replace(_QWEN, patch_size=14),
@@ -280,7 +296,8 @@ _FAMILIES: dict[str, _Family] = {
         _gemma3, "<image_soft_token>", _HALF | {"size": {"height": 224, "width": 224}}, placeholder="<start_of_image>",
         around={"start": "\n\n<start_of_image>", "end": "<end_of_image>\n\n"},
     ),
-    "mistral3": _Family(_pixtral, "[IMG]", _CLIP | {"size": {"longest_edge": 1024}}, text=by_rows),
+    "mistral3": _Family(_pixtral, "[IMG]", _CLIP | {"size": {"longest_edge": 1024}}, text=by_rows,
+                        beside=("[IMG_BREAK]", "[IMG_END]")),
     "gemma4": _Family(_gemma4, "<|image|>", _OF_GEMMA_4, around=_GEMMA_4),
     "gemma4_unified": _Family(partial(_gemma4, has_tower=False), "<|image|>", _OF_GEMMA_4, around=_GEMMA_4),
     "smolvlm": _Family(
@@ -297,10 +314,12 @@ _FAMILIES: dict[str, _Family] = {
 # fmt: on
 
 
-def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
+def image_rules(
+    folder: Path, max_tokens: int | None = None, added_tokens: Mapping[str, int] | None = None
+) -> ImageRules:
     """The rules of a model folder, from config.json and preprocessor_config.json or processor_config.json.
 
-    max_tokens: scale larger images down to this number of tokens. Raises ValueError if lean_ft does not know how the model
+    max_tokens: scale larger images down to this number of tokens. added_tokens: of the tokenizer, with their ids. Raises ValueError if lean_ft does not know how the model
     prepares images, for a setting that is not implemented, or if images cannot have so few tokens.
     """
 
@@ -332,6 +351,7 @@ def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
         text=family.text or partial(framed, token=family.token, **family.around),
         shifts_positions=family.shifts_positions,
         max_tokens=None,
+        marks=family.marks(added_tokens or {}),
     ).limited(max_tokens)
 
 

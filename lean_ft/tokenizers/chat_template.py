@@ -10,12 +10,15 @@ object that it was rendered with (usually the loop's `message`). A block that fi
 
 import contextlib
 import json
+import math
 import re
+from collections.abc import Mapping
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -44,6 +47,13 @@ _ASSISTANT = "(assistant)"  # a variable that no template can name: id of each a
 # since jinja2 compiles it to `inf`.
 _FAILURES = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError, RuntimeError, MemoryError, NameError)
 
+_GIVEN = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "role",
+    "content",
+}  # what every caller passes, and keys of messages
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -107,6 +117,48 @@ def _with_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else message
         for message in messages
     ]
+
+
+@cache
+def variables_of(source: str) -> frozenset[str]:
+    """Return the variables that a template reads from outside, besides messages and tools.
+
+    A name that it also sets is one of them only if the template has a default for it: asks whether it is defined, or filters it.
+    """
+    environment = _environment()
+    tree = environment.parse(source)
+    asked = (
+        one for one in tree.find_all((nodes.Test, nodes.Filter)) if one.name in ("defined", "undefined", "default", "d")
+    )
+    optional = {one.node.name for one in asked if isinstance(one.node, nodes.Name)}
+    names = [*tree.find_all(nodes.Name)]
+    own = {one.name for one in names if one.ctx == "param" or (one.ctx == "store" and one.name not in optional)}
+    return frozenset(meta.find_undeclared_variables(tree) - own - _GIVEN.union(environment.globals))
+
+
+def with_defaults(source: str, variables: Mapping[str, Any]) -> str:
+    """Return a template in which variables that a caller does not set have these values, which are JSON.
+
+    It renders every chat as `source` does with them. Raises ValueError for a value that is no JSON.
+    """
+    lines = "".join(
+        f"{{%- if {name} is not defined or {name} is none %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}\n"
+        for name, value in variables.items()
+    )
+    return source if source.startswith(lines) else lines + source
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if value is None:
+        return "none"
+    if isinstance(value, bool | str) or (isinstance(value, int | float) and math.isfinite(value)):
+        return json.dumps(value, ensure_ascii=False)
+    raise ValueError(f"a variable of the chat template is {value!r:.80}; expected a JSON value.")
 
 
 def without_generation_tags(source: str) -> str:

@@ -183,7 +183,7 @@ def test_ids_of_every_form_equal_those_of_transformers(family: Family) -> None:
         expected = family.expected_ids([*messages, ANSWER], ["wide.png", "tall.png"])
         assert document.ids.tolist() == expected, name
         assert family.tokenizer.decode(document.ids[document.trained].tolist()) == "a cat<|im_end|>", name
-        assert not report.unread
+        assert [*report.unread] == (["messages.content.detail"] if name == "OpenAI" else [])
         is_image = document.ids == family.image_id
         assert document.per_token["image_row"][is_image].tolist() == list(range(1, is_image.sum() + 1))
         assert not document.per_token["image_row"][~is_image].any()
@@ -266,6 +266,15 @@ REFUSED = [
     ({"messages": [asked(text("\ud800"), image(path="wide.png")), ANSWER]}, "half a surrogate pair"),
     ({"messages": [{"role": "user", "content": "q", "images": ["wide.png"]}, ANSWER]}, "a message has the key `images`"),
     ({"messages": [ANSWER], "image": "wide.png"}, "has an image and no user message"),
+    ({"messages": [asked(image(path="wide.png", max_pixels=1024)), ANSWER]}, "`max_pixels`, and all images .*data.image_tokens"),
+    ({"messages": [asked(image(image={"path": "wide.png", "resized_height": 32})), ANSWER]}, "`resized_height`, and all images"),
+    ({"messages": [asked(image(path="wide.png", url="tall.png")), ANSWER]}, "has a content part with the images path and url. Keep"),
+    ({"messages": [asked(image(path="wide.png", text="cat")), ANSWER]}, "an image and a text. Write two parts"),
+    ({"messages": [asked(image(index=1)), ANSWER], "images": ["wide.png"]}, "have the `index` 1. Give each empty part an index from 0"),
+    ({"messages": [asked(image(index=0), image()), ANSWER], "images": ["wide.png"] * 2}, "have the `index` 0. Give"),
+    ({"messages": [asked(image(index="0")), ANSWER], "images": ["wide.png"]}, "the `index` '0'; expected a whole number"),
+    ({"messages": [asked(text("q")), ANSWER], "img": "wide.png"}, "`img`, which looks like an image, .*data.columns.images=img"),
+    ({"messages": [asked(text("q")), ANSWER], "crop": "data:image/png;base64,AAAA"}, "`crop`, which looks like an image"),
     ({"videos": ["a.mp4"]}, "the field `videos`, and only text and images are read"),
 ]  # fmt: skip
 UNREADABLE = {
@@ -321,6 +330,44 @@ def test_missing_images_count_towards_the_most_bad_rows(qwen: Family) -> None:
     assert (found.kept, found.bad_rows, found.left_out) == (1, 7, "7 of 8 rows were not used: 7 (unreadable)")
 
 
+def test_the_index_of_a_part_is_its_image_in_the_field(qwen: Family) -> None:
+    parts = [image(index=1), image(index=0), text("q"), image(index=1.0)]
+    [document], report = qwen.documents({"messages": [asked(*parts), ANSWER], "images": ["wide.png", "tall.png"]})
+    [expected], _ = qwen.documents(
+        {"messages": [asked(image(path="tall.png"), image(path="wide.png"), text("q"), image(path="tall.png")), ANSWER]}
+    )
+    assert document.identity == expected.identity
+    assert not report.unread
+    [own], report = qwen.documents({"messages": [asked(image(path="wide.png", index=7)), ANSWER], "img": "tall.png"})
+    assert has_images(own)
+    assert [*report.unread] == ["img", "messages.content.index"]  # a row that shows an image may have further data
+
+
+def test_a_run_that_reads_images_and_finds_none_names_where_they_may_be(qwen: Family) -> None:
+    chat = [asked(text("q")), ANSWER]
+    rows = [{"messages": chat, "file_name": "wide.png"}, {"messages": chat, "file_name": None}]
+
+    def batches(*rows: Any, **settings: Any) -> Any:
+        config = SFTDataConfig.model_validate({"source": qwen.write(*rows), "num_processes": 1, **settings})
+        return sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)[0].report
+
+    with pytest.raises(
+        ValueError,
+        match="no row shows an image, while the field `file_name` of 1 row looks like.*data.columns.images=file_name",
+    ):
+        batches(*rows)
+    assert batches(*rows, columns={"images": "file_name"}).images == 1
+    assert [*batches(*rows, {"messages": chat, "images": ["tall.png"]}).unread] == ["file_name"]
+    marked = {"messages": [asked(text("<image>q")), ANSWER]}
+    with pytest.raises(
+        ValueError, match="no row shows an image, and 1 row has <image> in texts. Set data.columns.images=FIELD"
+    ):
+        batches(marked, {"messages": chat})
+    config = PromptDataConfig(source=qwen.write({"prompt": "q", "file_name": "wide.png"}))
+    with pytest.raises(ValueError, match="data.columns.images=file_name"):
+        prompt_rows(config, qwen.tokenizer, seed=0)
+
+
 def test_without_images_a_row_with_an_image_is_bad(qwen: Family) -> None:
     text_alone = qwen._replace(tokenizer=load_tokenizer(qwen.tokenizer.folder))
     for _, (row, _) in forms(qwen.pictures).items():
@@ -343,6 +390,29 @@ def test_typed_control_tokens_stay_text(family: Family) -> None:
     [plain], _ = family.documents({"messages": [asked(image(path="wide.png")), ANSWER]})
     assert (document.ids == family.image_id).sum() == (plain.ids == family.image_id).sum()
     assert family.tokenizer.decode(document.ids.tolist()).count(typed) == 3
+
+
+@pytest.mark.parametrize("has_tags", [False, True], ids=["turns", "generation tags"])
+def test_no_token_around_an_image_is_trained(family: Family, has_tags: bool, tmp_path: Path) -> None:
+    source = str(family.tokenizer.chat_template)
+    if has_tags:
+        turn = source[source.index("{% if m.content") : source.index("<|im_end|>") + len("<|im_end|>")]
+        own = f"{{% generation %}}{turn}{{% endgeneration %}}"
+        source = source.replace(turn, f"{{% if m.role == 'assistant' %}}{own}{{% else %}}{turn}{{% endif %}}")
+    (file := tmp_path / "template.jinja").write_text(source)
+    tokenizer = load_tokenizer(ModelConfig(path=str(family.tokenizer.folder), images="frozen"), file)
+    crop = [image(path="wide.png"), text("Here."), image(path="tall.png")]
+    row = {"messages": [asked(text("Crop."), image(path="dot.png")), {"role": "assistant", "content": crop}]}
+    for train_on in ("completion", "assistant", "last", "all"):
+        [document], _ = family._replace(tokenizer=tokenizer).documents(row, train_on=train_on)
+        trained = tokenizer.decode(document.ids[document.trained].tolist()).replace("\n", "")
+        before = "<|im_start|>userCrop.<|im_end|><|im_start|>assistant" if train_on == "all" else ""
+        assert trained == f"{before}Here.<|im_end|>"
+
+
+def test_a_plain_text_trains_no_token_around_an_image(qwen: Family) -> None:
+    [document], _ = qwen.documents({"text": "a<|vision_start|>b"})
+    assert qwen.tokenizer.decode(document.ids[document.trained].tolist()) == "ab<|im_end|>"
 
 
 def test_a_template_must_write_a_placeholder_for_each_image(qwen: Family) -> None:

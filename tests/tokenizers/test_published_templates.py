@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from lean_ft.system.foreign_values import MARKERS
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
-from lean_ft.tokenizers.chat_template import ChatTemplate, without_generation_tags
+from lean_ft.tokenizers.chat_template import ChatTemplate, with_defaults, without_generation_tags
 
 NAMES = ["cohere", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3", "nemotron_3_nano", "phi3"]
 NAMES += ["qwen2_5", "qwen3", "qwen3_5_think", "qwen3_instruct_2507"]
@@ -104,6 +104,38 @@ def test_every_template_writes_what_it_writes_in_transformers(published: Path):
             assert MARKERS.sub("", ours.render(messages, tools, False, special)) == theirs, file.name
             num_compared += 1
     assert num_compared > len(files) > 20
+
+
+VALUES = [False, True, None, 3, -0.5, "low", 'a"b\\n\nä🙂{{ x }} %}', ["a", {"b": [None, True]}], {}]
+
+
+def test_a_template_with_defaults_writes_what_it_writes_with_these_variables(published: Path):
+    special, num_different = {"bos_token": "<s>", "eos_token": "</s>"}, 0
+    sources = [file.read_text(encoding="utf-8") for file in sorted(published.glob("*.jinja"))]
+    names = "enable_thinking", "preserve_thinking", "date_string", "reasoning_effort", "builtin_tools", "add_vision_id"
+    variables: list[dict[str, Any]] = [dict.fromkeys(names[:2], False), dict.fromkeys(names, "low"), {names[-1]: True}]
+
+    def render(source: str, **given: Any) -> str:
+        return render_jinja_template(
+            [[*CHAT, CHAT[0]]], chat_template=source, add_generation_prompt=True, **special, **given
+        )[0][0]
+
+    for source in sources:
+        for given in variables:
+            try:
+                expected = render(source, **given)
+            except (jinja2.TemplateError, TypeError):
+                continue
+            changed = with_defaults(source, given)
+            assert (render(changed), render(changed, **given)) == (expected, expected)
+            assert with_defaults(changed, given) == changed
+            num_different += expected != render(source)
+    assert num_different > 10
+    for value in VALUES:
+        source = "\n  {{ x | tojson }}"
+        assert render(with_defaults(source, {"x": value})) == render(source, x=value)
+    with pytest.raises(ValueError, match="is inf; expected a JSON value"):
+        with_defaults("", {"x": float("inf")})
 
 
 # A tag in all spellings, where it removes spaces and line breaks before or after it.

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lean_ft.images import limits
+from lean_ft.images import decoding_limits as limits
 from lean_ft.images.cuts import Size, always, within_longest
 from lean_ft.images.reading import decoded, open_image, reference, size_of, thumbnail
 from lean_ft.images.rules import ImageRules, image_rules
@@ -137,7 +137,8 @@ import io, json, sys, time
 from pathlib import Path
 import numpy as np
 from PIL import Image
-from lean_ft.images.reading import decoded, limits, open_image, read_patches, reference, size_of
+from lean_ft.images import decoding_limits as limits
+from lean_ft.images.reading import decoded, open_image, read_patches, reference, size_of
 from lean_ft.images.rules import image_rules
 
 rules, folder = image_rules(Path(sys.argv[1])), Path(sys.argv[2])
