@@ -33,11 +33,8 @@ def growing_images() -> list[bytes]:
     """Return whole images of one color, which are a few kilobytes each, and small ones in further forms."""
 
     def saved(mode: str, kind: str, side: int = SIDE, **settings: Any) -> bytes:
-        image = (
-            Image.new("RGB", (side, side), (200, 30, 90)).convert(mode)
-            if mode != "I;16"
-            else Image.new(mode, (side, side), 999)
-        )
+        plain = mode in ("1", "P", "I;16")  # others would be dithered
+        image = Image.new(mode, (side, side)) if plain else Image.new("RGB", (side, side), "red").convert(mode)
         image.save(file := io.BytesIO(), kind, **settings)
         return file.getvalue()
 

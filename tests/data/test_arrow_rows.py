@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.arrow_rows import read_dataset, read_parquet_file
+from lean_ft.data.arrow_rows import as_json, read_dataset, read_parquet_file
 from lean_ft.data.prepare import load_documents, prepare_batches
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import SFTDataConfig
@@ -242,3 +242,9 @@ def test_parquet_that_tells_of_more_rows_than_bytes(tmp_path: Path):
     )
     with pytest.raises(ValueError, match=r"2,000,000 rows in [\d,]+ bytes"):
         next(read_parquet_file(file, None))
+
+
+def test_encoded_images_are_kept_under_any_name():
+    gif = b"GIF89a\1\0\1\0\0\0\0;"
+    row = {"photo": gif, "nested": [{"picture": gif, "blob": b"GIF"}], "bytes": b"x"}
+    assert as_json(row) == {"photo": gif, "nested": [{"picture": gif, "blob": {"type": "bytes"}}], "bytes": b"x"}
