@@ -60,8 +60,10 @@ def limit_images(tokenizer: Tokenizer, config: RowsConfig) -> None:
         raise ValueError(
             f"data.image_tokens={config.image_tokens} needs images. Set model.images=frozen, or remove it."
         )
-    if tokenizer.image_rules is not None and config.image_tokens is not None:
-        tokenizer.image_rules = tokenizer.image_rules.limited(config.image_tokens)
+    if tokenizer.image_rules is not None:
+        if config.image_tokens is not None:
+            tokenizer.image_rules = tokenizer.image_rules.limited(config.image_tokens)
+        tokenizer.image_rules.check_window()
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged
-from lean_ft.peft.finished_models import find_base, tokenizer_folder, tokenizer_of
+from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from lean_ft.system.redaction import on_one_line
 from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE, read_training_state
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json
-from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer
+from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from lean_ft.training.checkpoint import free_bytes
 from lean_ft.training.view import not_in_files
 
@@ -69,9 +69,11 @@ def read_source(
         raise ValueError(f"{folder} has a whole model, not an adapter: leave out --merge.")
     model_folder = resolve_model_path(base or find_base(folder)) if merge else folder
     dtype = dtype or stored_dtype(model_folder)
-    tokenizer = None
-    if tokenizer_folder(folder, model_folder) is not None:
-        tokenizer = tokenizer_of(folder, model_folder, images=None if images == "none" else model_folder)
+    with_tokenizer = tokenizer_folder(folder, model_folder)
+    tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
+    if tokenizer is not None and images != "none":
+        limit = settings_of_run(folder).get("data.image_tokens")
+        tokenizer.image_rules = image_rules(model_folder, limit, tokenizer.added_tokens)
     if merge:
         model, merged = load_merged(folder, model_folder, dtype=dtype, images=images)
         if model.config.num_scores and tokenizer is not None:  # transformers finds the end of a text by it

@@ -73,6 +73,7 @@ class ImageRules:
     text: Text
     shifts_positions: bool  # rotary positions have three axes, and text behind an image continues at a shifted position
     max_tokens: int | None
+    window: int | None = None  # tokens that a layer with a window sees, where programs differ for longer images
     marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
 
     def layout(self, size: Size) -> ImageLayout:
@@ -88,6 +89,15 @@ class ImageRules:
         limited = replace(self, max_tokens=max_tokens, limit=limit)
         limited.layout(Size(1, 1))
         return limited
+
+    def check_window(self) -> None:
+        """Raise ValueError if images may be longer than a window in which programs show them differently."""
+        if self.window is not None and self.limit > self.window:
+            raise ValueError(
+                f"images have up to {self.limit} tokens, and windows of this model's attention {self.window}. In transformers, a longer "
+                "image sees itself beyond the window in training and not in generation, and vLLM never shows that. Set "
+                f"data.image_tokens={self.window}, or max_soft_tokens in the model's folder."
+            )
 
     def patches(self, image: "Upright", into: np.ndarray | None = None) -> np.ndarray:
         """The patches (P, 3, p, p) of an image as bytes, in blocks of `merge` x `merge`, tile after tile. into: an array for them."""
@@ -351,8 +361,17 @@ def image_rules(
         text=family.text or partial(framed, token=family.token, **family.around),
         shifts_positions=family.shifts_positions,
         max_tokens=None,
+        window=_window(config) if model_type == "gemma4_unified" else None,
         marks=family.marks(added_tokens or {}),
     ).limited(max_tokens)
+
+
+def _window(config: ConfigFields) -> int | None:
+    """The window in which the tokens of an image see each other; None if they do not."""
+    text = config.object("text_config").config  # null differs from an absent field
+    window = text.get("sliding_window", 1024)  # the model's own reader refuses other values
+    sees_images = text.get("use_bidirectional_attention", "vision") == "vision"
+    return window if sees_images and type(window) is int else None
 
 
 def _colors(settings: ConfigFields, name: str, least: float) -> tuple[float, ...]:

@@ -73,6 +73,7 @@ def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path
     tokenizer.chat_template_kwargs = template_kwargs(settings)
     if images is not None:
         tokenizer.image_rules = image_rules(images, settings.get("data.image_tokens"), tokenizer.added_tokens)
+        tokenizer.image_rules.check_window()
     return tokenizer
 
 

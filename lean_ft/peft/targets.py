@@ -8,8 +8,10 @@ from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import FrozenParameter
 from lean_ft.models.moe import Experts, Router, experts_of
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
+from lean_ft.peft.layers import adapted_layers
 from lean_ft.system.parameter_names import matches_name
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.units import counted
 
 ALL_LINEAR = "all-linear"
 TOWER = "vision."  # begins the names of the vision tower's layers
@@ -24,29 +26,56 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
 
     A pattern is the end of a name (`q_proj`, `self_attn.q_proj`), a name with wildcards
     (`model.layers.[0-3].*.down_proj`), or `all-linear`: every linear layer of attention and feed-forward layers and all
-    experts, except routers and Mamba-2's output projection, which PEFT does not adapt in most families. Only a pattern that begins
-    with `vision` matches layers of the vision tower, so the others mean the same layers with and without images.
+    experts, except routers and Mamba-2's output projection, which PEFT does not adapt in most families.
 
-    Raises ValueError if a pattern matches nothing, or a layer that takes no adapter.
+    In a vision tower that trains, patterns match as in PEFT, also by the names of transformers. If one of them begins with `vision`,
+    the others match layers of the tower only if the language model has none of that name.
+
+    Raises ValueError if a pattern matches nothing, a layer that takes no adapter, or a tower alone that does not train.
     """
     modules = _layers(model)
     found: set[str] = set()
+    names_tower = any(pattern.startswith("vision") for pattern in patterns)
     for pattern in patterns:
         tied = [name for name in ("lm_head", "model.embed_tokens") if matches_name(name, pattern)]
         if tied and model.config.tied_embeddings:
             raise ValueError(f"lora.targets: {tied[0]} {TIED}. Set other targets, or train without an adapter.")
         matched = [name for name, module in modules.items() if _matches(name, module, pattern)]
+        if not names_tower or not matched:
+            matched += _matched_in_tower(model, modules, pattern, is_alone=not matched)
         if not matched:
-            raise ValueError(_nothing_matched(pattern, modules))
+            raise ValueError(_nothing_matched(model, pattern, modules))
         other = [name for name in matched if not is_adaptable(modules[name])]
         has_wildcards = any(char in pattern for char in "*?[")
         if other and (len(other) == len(matched) or not has_wildcards):
+            ends = [".".join(name.split(".")[-2:]) for name in matched if name not in other]
             raise ValueError(
                 f"lora.targets: {pattern!r} matches {other[0]}, a {type(modules[other[0]]).__name__}, but only linear "
-                "layers, experts and the embedding take an adapter. Set other targets."
+                f"layers, experts and the embedding take an adapter. Set other targets{f', such as {ends[0]}' if ends else ''}."
             )
         found.update(set(matched) - set(other))
     return [name for name in modules if name in found]
+
+
+def _matched_in_tower(model: Decoder, modules: dict[str, nn.Module], pattern: str, *, is_alone: bool) -> list[str]:
+    """The layers of the vision tower with a weight that a pattern matches which does not begin with `vision`.
+
+    is_alone: the pattern matches nothing in the language model. Raises ValueError then for a tower that does not train.
+    """
+    if model.vision is None or pattern == ALL_LINEAR:
+        return []
+    kinds = nn.Linear | nn.Conv2d | nn.Conv3d
+    layers = [name for name, module in modules.items() if name.startswith(TOWER) and isinstance(module, kinds)]
+    matched = [name for name in layers if matches_name(model.source.module_name(name), pattern)]
+    matched = matched or [name for name in layers if matches_name(name, pattern)]
+    if any(parameter.requires_grad for parameter in model.vision.parameters()):
+        return matched
+    if matched and is_alone:
+        raise ValueError(
+            f"lora.targets: {pattern!r} matches only layers of the vision tower ({matched[0]}), and model.images=frozen does not "
+            "train the tower. Set model.images=train, or remove the pattern."
+        )
+    return []
 
 
 def is_projection_of_experts(model: nn.Module, name: str) -> bool:
@@ -93,14 +122,35 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
         is_layer = name.startswith("model.layers.") and not name.endswith((".mamba.out_proj", ".router.proj"))
         return is_layer and is_adaptable(module) and not isinstance(module, Router | nn.Embedding)
-    if name.startswith(TOWER) and not pattern.startswith("vision"):
+    if name.startswith(TOWER) and not pattern.startswith("vision"):  # `_matched_in_tower`
         return False
     return matches_name(name, pattern)
 
 
-def _nothing_matched(pattern: str, modules: dict[str, nn.Module]) -> str:
-    names = sorted({name.rpartition(".")[2] for name, module in modules.items() if is_adaptable(module)})
+def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]) -> str:
+    unread = [name.rpartition(".")[0] for name, own in model.source.names.items() if own is None]
+    if model.vision is None and any(matches_name(name, pattern) for name in unread):
+        return (
+            f"lora.targets: {pattern!r} matches only layers of the model's vision tower, and model.images=none loads the language "
+            "model alone. Set model.images=train, or remove the pattern."
+        )
+    adaptable = {name for name, module in modules.items() if is_adaptable(module)}
+    names = sorted({name.rpartition(".")[2] for name in adaptable if not name.startswith(TOWER)})
+    of_tower = sorted({name.rpartition(".")[2] for name in adaptable if name.startswith(TOWER)}.difference(names))
+    in_tower = f" In the vision tower: {', '.join(of_tower)}." if of_tower else ""
     return (
         f"lora.targets: {pattern!r} matches no layer of this model.{did_you_mean(pattern, [ALL_LINEAR, *names])} "
-        f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or one of {', '.join(names)}."
+        f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or one of {', '.join(names)}.{in_tower}"
     )
+
+
+def describe_targets(model: Decoder) -> str:
+    """`language model: q_proj, v_proj (56 layers); vision tower: qkv (24 layers)`."""
+    adapted: dict[bool, list[str]] = {False: [], True: []}
+    for name in adapted_layers(model):
+        adapted[name.startswith(TOWER)].append(name)
+    parts = []
+    for what, names in (("language model", adapted[False]), ("vision tower", adapted[True])):
+        ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        parts.append(f"{what}: {ends} ({counted(len(names), 'layers')})" if names else f"{what}: no layer")
+    return "; ".join(parts)

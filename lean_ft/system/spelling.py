@@ -30,6 +30,6 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Return ` Did you mean 'name'?` for the end of a message, or an empty string."""
-    name = nearest(word, valid)
+    """Return ` Did you mean 'name'?` for the end of a message, or an empty string. The word itself is never suggested."""
+    name = nearest(word, (name for name in valid if name != word))
     return f" Did you mean '{name}'?" if name else ""

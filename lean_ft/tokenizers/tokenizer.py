@@ -17,14 +17,7 @@ from lean_ft.system.config_fields import end_ids
 from lean_ft.system.foreign_values import MARKERS, plain
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import read_json, write_json
-from lean_ft.tokenizers.chat_template import (
-    LITERAL_END,
-    LITERAL_START,
-    ROLES,
-    ChatTemplate,
-    generation_blocks,
-    with_defaults,
-)
+from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, ROLES, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.forms import Forms
 from lean_ft.tokenizers.passages import Passage, spans_of, without, without_markers
 from lean_ft.tokenizers.template_files import write_templates
@@ -373,9 +366,9 @@ class Tokenizer:
             )
         self._new_pad_token, self.pad_id = token, self.added_tokens[token]
 
-    def save(self, path: str | Path, template_kwargs: dict[str, Any] | None = None) -> None:
-        """Copy the tokenizer's files into the folder `path`. They change if `pad_with` was called, and chat templates if another
-        file replaced them, or to have `template_kwargs` as the defaults of their variables.
+    def save(self, path: str | Path) -> None:
+        """Copy the tokenizer's files into the folder `path`. They change only if `pad_with` was called, or another chat template
+        replaced the folder's.
 
         In a model's folder, add the ids that end a turn to generation_config.json, so that other programs stop there too.
         """
@@ -386,10 +379,8 @@ class Tokenizer:
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
                 shutil.copyfile(file, target)
-        if self.template_file is not None or template_kwargs:
-            write_templates(
-                folder, {name: with_defaults(s, template_kwargs or {}) for name, s in self.chat_templates.items()}
-            )
+        if self.template_file is not None:
+            write_templates(folder, self.chat_templates)
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if self._new_pad_token is not None and (folder / name).is_file():
                 config = json.loads((folder / name).read_text(encoding="utf-8"))

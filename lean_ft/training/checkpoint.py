@@ -91,7 +91,7 @@ def write_checkpoint(
             return folder
 
         def finish() -> None:
-            save_view(folder, tokenizer, training_state["settings"])
+            save_view(folder, tokenizer, training_state.get("settings", {}))
             write_json(folder / TRAINING_STATE_FILE, training_state, indent=1, on_disk=True)
             write_json(folder / RANDOM_STATE_FILE, random_state, indent=1, on_disk=True)
             write_manifest(folder, step)

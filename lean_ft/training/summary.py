@@ -17,6 +17,7 @@ from lean_ft.models.drafting import drafting_remark
 from lean_ft.models.frozen_weight import num_parameters, quantized_weights
 from lean_ft.optim import first_decay_step, num_warmup_steps
 from lean_ft.peft import has_adapter
+from lean_ft.peft.targets import describe_targets
 from lean_ft.settings import (
     DataConfig,
     MemoryConfig,
@@ -32,7 +33,7 @@ from lean_ft.system.units import counted, duration, gibibytes, number
 from lean_ft.training.commands import command_that_tries
 from lean_ft.training.metrics import DIVERGED_STEPS, HEADLINES, Row, has_diverged
 from lean_ft.training.records import settings_of
-from lean_ft.training.view import not_in_files
+from lean_ft.training.view import not_in_files, rules_of
 
 if TYPE_CHECKING:
     from lean_ft.training.run import Run
@@ -44,6 +45,8 @@ def log_start(run: "Run") -> None:
     if run.ranks.size > 1:
         say("ranks", _describe_ranks(run))
     say("model", describe_model(run.model))
+    if isinstance(run.model, Decoder) and run.model.vision is not None and has_adapter(run.model):
+        say("adapter", describe_targets(run.model))
     if run.device.type == "cuda" and isinstance(run.model, Decoder):
         dtype = getattr(torch, cfg.needed(ModelConfig).dtype)
         capability = torch.cuda.get_device_capability(run.device)
@@ -147,7 +150,8 @@ class Results:
         if run.checkpoint is not None:
             scores = isinstance(run.model, Decoder) and bool(run.model.config.num_scores)
             say("checkpoint", str(run.checkpoint))
-            for sentence in not_in_files(settings_of(run.cfg), run.tokenizer.image_rules):
+            settings = settings_of(run.cfg)
+            for sentence in not_in_files(settings, rules_of(run.tokenizer, settings)):
                 say("elsewhere", sentence)
             say("next", command_that_tries(run.cfg, run.checkpoint, run.tokenizer, scores=scores))
             needs = "" if find_spec("matplotlib") else f": {install_command('plots')}"

@@ -14,6 +14,8 @@ from lean_ft.images.rules import ImageRules
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.peft.finished_models import template_kwargs
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.chat_template import with_defaults
+from lean_ft.tokenizers.template_files import write_templates
 
 # Settings that files of the folder have: `save_view`, and the tokenizer's own files.
 IN_FILES = ("data.chat_template", "data.chat_template_kwargs", "data.image_tokens", "model.new_tokens")
@@ -32,12 +34,19 @@ def save_view(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -
 
     settings: of the run, by dotted key; empty for a model without one.
     """
-    tokenizer.save(folder, template_kwargs(settings))
-    if (rules := tokenizer.image_rules) is not None:
+    tokenizer.save(folder)
+    if variables := template_kwargs(settings):
+        write_templates(folder, {name: with_defaults(one, variables) for name, one in tokenizer.chat_templates.items()})
+    if (rules := rules_of(tokenizer, settings)) is not None:
         for name in PROCESSOR_FILES:  # an adapter's folder has none yet
             if (tokenizer.folder / name).is_file() and not (folder / name).is_file():
                 shutil.copyfile(tokenizer.folder / name, folder / name)
         write_limit(folder, rules)
+
+
+def rules_of(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ImageRules | None:
+    """How a run with these settings reads images; None if it reads none."""
+    return None if settings.get("model.images", "none") == "none" else tokenizer.image_rules
 
 
 def not_in_files(settings: Mapping[str, Any], rules: ImageRules | None = None) -> list[str]:

@@ -221,6 +221,25 @@ def test_rules_are_read_from_either_file_and_small_to_send(tmp_path, family):
         assert rules.layout(size) == nested.layout(size) == sent.layout(size)
 
 
+def test_images_longer_than_a_window_are_refused(tmp_path):
+    for family, text, is_refused in (
+        ("gemma4_unified", {"sliding_window": 69}, True),
+        ("gemma4_unified", {"sliding_window": 70}, False),
+        ("gemma4_unified", {"sliding_window": 9, "use_bidirectional_attention": None}, False),
+        ("gemma4", {"sliding_window": 9, "use_bidirectional_attention": "vision"}, False),  # programs agree
+    ):
+        file = write_folder(tmp_path, family) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"text_config": text}))
+        rules = image_rules(tmp_path)
+        if is_refused:
+            with pytest.raises(
+                ValueError, match="images have up to 70 tokens, and windows .* 69.*data.image_tokens=69"
+            ):
+                rules.check_window()
+            rules = rules.limited(69)
+        rules.check_window()
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan is True; expected False"),
     ("gemma3", {"size": {"height": 112, "width": 224}}, "size: width is 224; expected 112, as in config.json"),

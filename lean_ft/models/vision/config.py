@@ -117,8 +117,9 @@ def _theta(vision: ConfigFields) -> float:
     return vision.object("rope_parameters", rope_theta=vision.get("rope_theta")).positive("rope_theta")
 
 
-def _sees_images(whole: ConfigFields) -> bool:
-    return whole.object("text_config").get("use_bidirectional_attention") == "vision"
+def _sees_images(whole: ConfigFields, default: str | None = None) -> bool:
+    text = whole.object("text_config", use_bidirectional_attention=default)
+    return text.get("use_bidirectional_attention") == "vision"
 
 
 # A table: related fields share a line.
@@ -197,7 +198,7 @@ def _gemma4_unified(vision: ConfigFields, whole: ConfigFields, decoder: "Decoder
         "num_layers": 0, "hidden_size": vision.count("mm_embed_dim"), "merge": 1, "linear_patches": True, "patch_norms": True,
         "patch_size": vision.count("patch_size") * vision.count("pooling_kernel_size"), "positions": "sum",
         "table_side": vision.count("mm_posemb_size"), "axis_first": False, "first_norm": "layer",
-        "sees_image": "always" if _sees_images(whole) else "never", **_gemma4_projector(vision),
+        "sees_image": "always" if _sees_images(whole, "vision") else "never", **_gemma4_projector(vision),
     }
 
 

@@ -1,5 +1,6 @@
 """Models with images against transformers, in float32."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,22 @@ def test_towers_without_rotary_positions_have_heads_of_any_size(name: str, tmp_p
         case, load_model(save(case, tmp_path), images="train"), draw_all(case, [1, 2]), packed=True
     )
     assert of_logits <= case.tolerance and of_gradients <= 1e-3
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["written", "by default"])
+def test_images_as_long_as_the_window(written: bool, tmp_path: Path):
+    """Of longer ones, programs differ: `ImageRules.check_window` refuses them."""
+    case = CASES["gemma4_unified"]
+    case = replace(case, text=case.text | {"sliding_window": 9}, grids=((3, 3), (1, 5)))
+    file = save(case, tmp_path) / "config.json"
+    if not written:
+        config = json.loads(file.read_text())
+        del config["text_config"]["use_bidirectional_attention"]
+        file.write_text(json.dumps(config))
+    model = load_model(tmp_path, images="train")
+    of_logits, of_gradients = differences(case, model, draw_all(case, [1, 0, 2]), packed=True)
+    assert of_logits <= case.tolerance
+    assert of_gradients <= 1e-3
 
 
 def test_a_packed_document_is_computed_as_if_alone(case: Case, model: Decoder):
