@@ -689,7 +689,7 @@ def _images(folder: Path) -> dict[str, Target]:
 
     return {
         "images": Target(10, file, pictures, break_bytes, read_image),
-        "images by memory": Target(1, grown, growing_images(), break_grown, read_grown, most=(2.0, 200 * 2**20)),
+        "images by memory": Target(2, grown, growing_images(), break_grown, read_grown, most=(2.0, 200 * 2**20)),
         "preprocessor_config.json": Target(6, settings, [as_json(one) for one in families.values()], break_json, read_settings),
         "config.json of images": Target(4, config, [as_json(one) for one in configs], break_json, lambda: prepare(config.parent)),
     }  # fmt: skip
