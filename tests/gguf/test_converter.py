@@ -117,9 +117,7 @@ _PROCESSOR = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"longest
 
 @pytest.mark.long
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP is not set to a folder of llama.cpp's sources")
-@pytest.mark.parametrize(
-    "case", ["glm4v", "glm4v_moe", "glm_ocr", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
-)
+@pytest.mark.parametrize("case", ["glm4v", "glm4v_moe", "glm_ocr", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_the_converters_file_of_the_tower_fits(case, tmp_path):
     """llama.cpp opens both files together."""
     source = write_folder(case, tmp_path / "model")
