@@ -112,10 +112,10 @@ def remark_about_images(model: "Decoder") -> str:
     is_pixtral = name == "llava" and _whole_config(model).object("vision_config").get("model_type") == "pixtral"
     if name in _WITH_MMPROJ or is_pixtral:
         return (
-            f"\nThe file has the language model of {name}. To read images, llama.cpp also needs the vision tower: an mmproj file of "
+            f"\nThe language model is that of {name}. To read images, llama.cpp also needs the vision tower: an mmproj file of "
             f"the original model, or that of: convert_hf_to_gguf.py {model.source.folder} --mmproj"
         )
     return (
-        f"\nThe file has the language model of {name}, for text alone: llama.cpp's converter writes no file of this family's vision "
+        f"\nThe language model is that of {name}, for text alone: llama.cpp's converter writes no file of this family's vision "
         "tower (mmproj)."
     )
