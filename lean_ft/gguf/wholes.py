@@ -6,7 +6,6 @@ architecture, the sections of positions with three axes, and the number of layer
 Source: llama.cpp, conversion/*.py and src/llama-model.cpp (the order of rotated features).
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from lean_ft.gguf.cache import GGUF_INDEX, gguf_file
 from lean_ft.gguf.open import FAMILY_IN_WHOLE, GGUF_FAMILIES
 from lean_ft.gguf.rows import GGUFFamily
 from lean_ft.models.vision.config import VISION_FAMILIES
+from lean_ft.system.config_fields import ConfigFields
 from lean_ft.system.whole_files import read_json
 
 if TYPE_CHECKING:
@@ -36,23 +36,16 @@ _WITH_MMPROJ = {*VISION_FAMILIES} | {
 def row_of(model: "Decoder") -> GGUFFamily:
     """Return the row of a model's family, with the architecture and the metadata of a language model in a model that reads images.
 
-    The family must be one of `GGUF_FAMILIES`. Raises ValueError if config.json lacks or misspells what the row needs.
+    The family must be one of `GGUF_FAMILIES`. Raises ValueError if config.json or the GGUF file lacks or misspells what the row
+    needs.
     """
     family, folder = GGUF_FAMILIES[model.source.config["model_type"]], model.source.folder
     if family.architecture_of is not None:
         family = family._replace(architecture=family.architecture_of(model.config))
-    if folder is not None and gguf_file(folder) is not None:
-        stored = read_json(folder / GGUF_INDEX)["metadata"]
-        architecture = stored["general.architecture"]
-        further = {key: stored.get(f"{architecture}.{key}") for key in (_SECTIONS, _DEEPSTACK)}
-        architecture = architecture if architecture in FAMILY_IN_WHOLE else family.architecture
+    if folder is not None and (file := gguf_file(folder)) is not None:
+        architecture, further = _in_file(folder, file, family.architecture)
     else:
-        config = _whole_config(model)
-        architecture = _ARCHITECTURES.get((model.source.part_of, family.architecture), family.architecture)
-        further: dict[str, Any] = {_SECTIONS: _sections(config, folder)}
-        if architecture.startswith("qwen3vl"):
-            further[_DEEPSTACK] = len(config.get("vision_config", {}).get("deepstack_visual_indexes") or ())
-    further = {key: value for key, value in further.items() if value is not None}
+        architecture, further = _in_folder(model, family.architecture)
     if architecture in FAMILY_IN_WHOLE and _SECTIONS not in further:
         raise ValueError(
             f"{folder}: config.json has no mrope_section in its rotary settings, which llama.cpp's architecture {architecture} needs."
@@ -66,22 +59,49 @@ def row_of(model: "Decoder") -> GGUFFamily:
     )
 
 
-def _whole_config(model: "Decoder") -> dict[str, Any]:
+def _in_folder(model: "Decoder", architecture: str) -> tuple[str, dict[str, Any]]:
+    """The architecture and the further metadata of a model of a Hugging Face folder, by its config.json."""
+    fields = _whole_config(model)
+    architecture = _ARCHITECTURES.get((model.source.part_of, architecture), architecture)
+    further: dict[str, Any] = {}
+    for part in (fields.object("text_config"), fields):  # Qwen2.5-VL is published with all fields at the top level
+        for rope in (part.object("rope_parameters"), part.object("rope_scaling")):
+            if _SECTIONS not in further and rope.get("mrope_section") is not None:
+                further[_SECTIONS] = _sections(rope, "mrope_section")
+    if architecture.startswith("qwen3vl"):
+        layers = fields.object("vision_config").layer_numbers("deepstack_visual_indexes")
+        further[_DEEPSTACK] = len(layers or ())
+    return architecture, further
+
+
+def _in_file(folder: Path, file: Path, architecture: str) -> tuple[str, dict[str, Any]]:
+    """The same of a GGUF file, for which `folder` is in the cache."""
+    stored = read_json(folder / GGUF_INDEX)["metadata"]
+    of_file = stored["general.architecture"]
+    prefix = f"{of_file}."
+    fields = ConfigFields({key.removeprefix(prefix): value for key, value in stored.items()}, {}, str(file))
+    further: dict[str, Any] = {}
+    if fields.get(_SECTIONS) is not None:
+        further[_SECTIONS] = _sections(fields, _SECTIONS)
+    if fields.get(_DEEPSTACK) is not None:
+        further[_DEEPSTACK] = fields.count(_DEEPSTACK, least=0)
+    return of_file if of_file in FAMILY_IN_WHOLE else architecture, further
+
+
+def _sections(fields: ConfigFields, name: str) -> list[int]:
+    """The numbers of frequencies for time, height, width and a fourth axis."""
+    found = fields.get(name)
+    if not isinstance(found, list) or len(found) > 4 or not all(type(n) is int and 0 <= n < 2**16 for n in found):
+        raise fields.wrong(name, "up to 4 integers")
+    return found + [0] * (4 - len(found))
+
+
+def _whole_config(model: "Decoder") -> ConfigFields:
     """The config.json of the whole model; that of the language model if it is alone."""
     folder = model.source.folder
-    return read_json(folder / "config.json") if model.source.part_of and folder is not None else model.source.config
-
-
-def _sections(config: Mapping[str, Any], folder: Path | None) -> list[int] | None:
-    """The numbers of frequencies for time, height, width and a fourth axis, or None if positions have one axis."""
-    text = config.get("text_config", config)
-    ropes = [text.get(name) for name in ("rope_parameters", "rope_scaling")]
-    found = next((rope["mrope_section"] for rope in ropes if isinstance(rope, dict) and "mrope_section" in rope), None)
-    if found is None:
-        return None
-    if not isinstance(found, list) or len(found) > 4 or not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"{folder}: mrope_section is {found!r}; expected up to 4 integers.")
-    return found + [0] * (4 - len(found))
+    if not model.source.part_of or folder is None:
+        return ConfigFields(model.source.config, {}, f"{folder}: config.json")
+    return ConfigFields(read_json(folder / "config.json"), {}, f"{folder / 'config.json'}")
 
 
 def remark_about_images(model: "Decoder") -> str:
@@ -89,13 +109,13 @@ def remark_about_images(model: "Decoder") -> str:
     name = model.source.part_of
     if not name:
         return ""
-    tower = _whole_config(model).get("vision_config", {})
-    if name in _WITH_MMPROJ or (name == "llava" and tower.get("model_type") == "pixtral"):
+    is_pixtral = name == "llava" and _whole_config(model).object("vision_config").get("model_type") == "pixtral"
+    if name in _WITH_MMPROJ or is_pixtral:
         return (
-            f"\nThe file has the language model of {name}. To read images, llama.cpp also needs the vision tower: an mmproj file of "
+            f"\nThe language model is that of {name}. To read images, llama.cpp also needs the vision tower: an mmproj file of "
             f"the original model, or that of: convert_hf_to_gguf.py {model.source.folder} --mmproj"
         )
     return (
-        f"\nThe file has the language model of {name}, for text alone: llama.cpp's converter writes no file of this family's vision "
+        f"\nThe language model is that of {name}, for text alone: llama.cpp's converter writes no file of this family's vision "
         "tower (mmproj)."
     )

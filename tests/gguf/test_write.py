@@ -151,7 +151,7 @@ def test_byte_level_tokens_merges_and_special_ids(make, make_model_folder, file,
     assert field(file, "tokenizer.ggml.token_type")[-1] == 5
     assert field(file, "tokenizer.ggml.eos_token_id") == tokenizer.eos_id
     assert field(file, "tokenizer.ggml.padding_token_id") == tokenizer.pad_id
-    assert field(file, "tokenizer.ggml.bos_token_id") is None
+    assert field(file, "tokenizer.ggml.bos_token_id") == 1  # config.json's, since the tokenizer has none
     assert field(file, "tokenizer.ggml.add_bos_token") is False
     assert field(file, "tokenizer.chat_template") == "{{ messages }}"
 

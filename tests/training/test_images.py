@@ -223,7 +223,7 @@ def test_a_gguf_file_of_a_frozen_tower_has_the_language_model(train, tmp_path):
     report = str(export_gguf(train("qwen3_vl", "model.images=frozen", "max_steps=1"), tmp_path / "out.gguf"))
     assert (
         "architecture qwen3vl," in report
-        and "has the language model of qwen3_vl. To read images, llama.cpp also needs" in report
+        and "The language model is that of qwen3_vl. To read images, llama.cpp also needs" in report
     )
 
 
