@@ -63,6 +63,7 @@ from scripts.compare_family import (  # noqa: E402
 from scripts.family_source import (  # noqa: E402
     WHOLE_FIELDS,
     if_flag,
+    in_usual_spelling,
     insert,
     reader_of,
     run_tests,
@@ -112,6 +113,8 @@ class Search:
         known = {name: value for name, value in self.own.items() if name not in SIZES_OF_ALL and other[name] == value}
         sizes = [value for name, value in known.items() if name.endswith("intermediate_size")]
         self.defaults = {**GUESSES, "intermediate_size": (*sizes, 1)[0], **known}
+        names = transformers.CONFIG_MAPPING[model_type].attribute_map
+        self.spellings = {names[size]: size for size in SIZES if names.get(size) in self.own and size not in self.own}
         # Of edits that are equally good, the search takes the first: that with the most similar name.
         self.options = sorted(edits(self.own), key=lambda edit: -likeness(edit.name, str(edit).partition("=")[2]))
         for settings in small_settings(self.own):
@@ -198,7 +201,10 @@ def edited(row: Family, *changes: Edit) -> Family:
 
 def readable(row: Family, search: Search) -> Family:
     """The row with this type's defaults, without facts that read a field which its configuration lacks."""
-    own = ConfigFields(search.checkpoints[0].config, {**_DEFAULTS, **search.defaults}, "config.json")
+    config = search.checkpoints[0].config
+    if not {*search.spellings.values()} <= row.preprocessed(config).keys():
+        row = replace(row, preprocessed=in_usual_spelling(search.spellings))
+    own = ConfigFields(row.preprocessed(config), {**_DEFAULTS, **search.defaults}, "config.json")
 
     def fails(fact: Any, *args: Any) -> bool:
         try:
