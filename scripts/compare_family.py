@@ -109,6 +109,34 @@ def small_settings(own: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**plain, **listed}, {**plain, **listed, **others}, {**plain, "num_hidden_layers": 7}]
 
 
+def fitting(model_type: str, own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with values that suit their sizes in fields that configurations compare with sizes: lists with an entry per
+    layer, and numbers and widths of heads. `own` has the defaults."""
+    names = transformers.CONFIG_MAPPING[model_type].attribute_map
+    settings = {name: v for name, v in settings.items() if name not in {names.get(size) for size in SIZES}}
+    sizes = {**SIZES, **settings}
+    hidden, layers, heads = (sizes[size] for size in SIZES_OF_ALL if size != "vocab_size")
+    num_default = own.get(names.get("num_hidden_layers", "num_hidden_layers"))
+    found: dict[str, Any] = {"num_key_value_heads": sizes["num_key_value_heads"] if heads % 2 == 0 else heads}
+    for name, value in own.items():
+        if isinstance(value, list) and len(value) == num_default:
+            kinds = list({str(kind): kind for kind in value}.values())
+            first = value[:layers]
+            found[name] = first if all(kind in first for kind in kinds) else (kinds * layers)[:layers]
+    if isinstance(own.get("attention_types"), list):  # GPT-Neo: kinds, and how often they are repeated
+        ((kinds, _), *_) = own["attention_types"]
+        rest = [[kinds[: layers % len(kinds)], 1]] if layers % len(kinds) else []
+        found["attention_types"] = [[kinds, layers // len(kinds)], *rest]
+    if (expand := own.get("mamba_expand", own.get("expand"))) is not None:  # heads of Mamba-2
+        of_mamba = "" if "expand" in own else "mamba"
+        counts = [name for name in own if of_mamba in name and re.search("(num|n)_(mamba_)?heads$", name)]
+        widths = [name for name in own if of_mamba in name and re.search("(d_head|head_?dim)$", name)]
+        found |= dict.fromkeys(counts, heads) | dict.fromkeys(widths, int(expand * hidden) // heads)
+    if "d_head" in own:
+        found["d_head"] = hidden // heads
+    return {**settings, **{name: value for name, value in found.items() if name in own}}
+
+
 def checkpoint(model_type: str, settings: dict[str, Any]) -> Checkpoint:
     model, folder = reference_model(model_type, settings), Path(tempfile.mkdtemp(dir=FOLDERS.name))
     model.save_pretrained(folder)
@@ -140,7 +168,10 @@ def steps_of(model: nn.Module, given: Mapping[str, Tensor] | None = None) -> dic
 
         hooks.append(module.register_forward_hook(hook))
 
-    for n, layer in enumerate(next(module for module in model.modules() if isinstance(module, nn.ModuleList))):
+    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList)), None)
+    if layers is None:
+        raise ValueError(f"{type(model).__name__} has no list of layers")
+    for n, layer in enumerate(layers):
         for kind, names in {"attention": "attn|attention", "feed-forward": "mlp|feed_forward|moe|ffn"}.items():
             parts = [part for name, part in layer.named_children() if re.search(names, name) and "norm" not in name]
             for part in parts[:1]:
@@ -151,7 +182,9 @@ def steps_of(model: nn.Module, given: Mapping[str, Tensor] | None = None) -> dic
     finally:
         for hook in hooks:
             hook.remove()
-    return {**steps, "logits": output if isinstance(output, Tensor) else output.logits}
+    if not isinstance(logits := output if isinstance(output, Tensor) else getattr(output, "logits", None), Tensor):
+        raise ValueError(f"{type(model).__name__} returns no logits for the ids of tokens alone")
+    return {**steps, "logits": logits}
 
 
 def read(row: Family, config: Mapping[str, Any]) -> DecoderConfig | str:

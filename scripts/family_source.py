@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import import_module
 from operator import methodcaller
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.models.families import FAMILIES, Family
+from lean_ft.models.families.older import spelled
 from lean_ft.system.config_fields import ConfigFields
 from scripts.make_models_page import published
 
@@ -42,6 +43,13 @@ def if_flag(value: str, name: str) -> Callable[[ConfigFields], str | None]:
         return value if fields.flag(name) else None
 
     MADE[read] = f'lambda fields: "{value}" if fields.flag("{name}") else None'
+    return read
+
+
+def in_usual_spelling(spellings: dict[str, str]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """A row's `preprocessed` for fields with other names, by these names."""
+    read = spelled(spellings)
+    MADE[read] = f"spelled({text(spellings)})"
     return read
 
 

@@ -52,6 +52,7 @@ from scripts.compare_family import (  # noqa: E402
     changed_fields,
     checkpoint,
     compared,
+    fitting,
     likeness,
     own_fields,
     read,
@@ -62,6 +63,7 @@ from scripts.compare_family import (  # noqa: E402
 from scripts.family_source import (  # noqa: E402
     WHOLE_FIELDS,
     if_flag,
+    in_usual_spelling,
     insert,
     reader_of,
     run_tests,
@@ -95,24 +97,38 @@ class Search:
 
     def __init__(self, model_type: str) -> None:
         self.model_type, self.start = model_type, time.monotonic()
-        self.own, other = (
-            own_fields(model_type),
-            own_fields(model_type, hidden_size=96, num_attention_heads=6, num_hidden_layers=5),
-        )
+        self.checkpoints: list[Checkpoint] = []
+        self.refused = ""  # the last reason of transformers against a checkpoint
+        try:
+            self.own = own_fields(model_type)
+            sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 5}
+            try:
+                other = own_fields(model_type, **sizes)
+            except Exception:  # the sizes contradict other defaults
+                other = own_fields(model_type, **fitting(model_type, self.own, sizes))
+        except Exception as error:
+            self.refused = reason_of(error)
+            return
         # Defaults that do not follow from sizes.
         known = {name: value for name, value in self.own.items() if name not in SIZES_OF_ALL and other[name] == value}
         sizes = [value for name, value in known.items() if name.endswith("intermediate_size")]
         self.defaults = {**GUESSES, "intermediate_size": (*sizes, 1)[0], **known}
+        names = transformers.CONFIG_MAPPING[model_type].attribute_map
+        self.spellings = {names[size]: size for size in SIZES if names.get(size) in self.own and size not in self.own}
         # Of edits that are equally good, the search takes the first: that with the most similar name.
         self.options = sorted(edits(self.own), key=lambda edit: -likeness(edit.name, str(edit).partition("=")[2]))
-        self.checkpoints: list[Checkpoint] = []
         for settings in small_settings(self.own):
-            for heads in ({}, {"num_key_value_heads": SIZES["num_attention_heads"]}):  # some need as many
+            tried = [settings, fitting(model_type, self.own, settings)]
+            # Some need as many heads of keys as of queries.
+            as_many = {"num_key_value_heads": SIZES["num_attention_heads"]}
+            for some in (tried[0], {**tried[0], **as_many}, tried[1], {**tried[1], **as_many}):
                 try:
-                    self.checkpoints.append(checkpoint(model_type, {**settings, **heads}))
+                    self.checkpoints.append(checkpoint(model_type, some))
                     break
                 except Exception as error:  # transformers refuses some values
-                    self.say(f"transformers does not build {settings}: {str(error)[:150]}")
+                    self.refused = reason_of(error)
+            else:
+                self.say(f"transformers does not compute {settings}: {self.refused[:150]}")
 
     def say(self, line: str) -> None:
         print(f"[{time.monotonic() - self.start:4.0f} s] {line}", flush=True)
@@ -185,7 +201,10 @@ def edited(row: Family, *changes: Edit) -> Family:
 
 def readable(row: Family, search: Search) -> Family:
     """The row with this type's defaults, without facts that read a field which its configuration lacks."""
-    own = ConfigFields(search.checkpoints[0].config, {**_DEFAULTS, **search.defaults}, "config.json")
+    config = search.checkpoints[0].config
+    if not {*search.spellings.values()} <= row.preprocessed(config).keys():
+        row = replace(row, preprocessed=in_usual_spelling(search.spellings))
+    own = ConfigFields(row.preprocessed(config), {**_DEFAULTS, **search.defaults}, "config.json")
 
     def fails(fact: Any, *args: Any) -> bool:
         try:
@@ -307,6 +326,11 @@ def finished(row: Family, search: Search) -> Family:
     return row
 
 
+def reason_of(error: Exception) -> str:
+    """An error of transformers in one line."""
+    return " ".join(f"{error}".split()) or type(error).__name__
+
+
 def reason_against(model_type: str, again: bool) -> str:
     """Why a search makes no sense, or ""."""
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -379,7 +403,9 @@ def main(arguments: list[str] | None = None) -> int:
     FAMILIES.pop(given.model_type, None)
     search = Search(given.model_type)
     if len(search.checkpoints) < 3:
-        sys.exit(f"{given.model_type}: transformers does not build the small checkpoints that the search compares.")
+        sys.exit(
+            f"{given.model_type}: transformers does not compute the small checkpoints that the search compares: {search.refused[:300]}"
+        )
     search.say(f"{len(search.checkpoints)} checkpoints, {len(FAMILIES)} rows, {len(search.options)} values of facts")
     nearest, row, order = found_row(search)
     if not search.is_solved_by(row):

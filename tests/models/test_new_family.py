@@ -85,6 +85,31 @@ def test_a_type_without_a_search_has_one_line(model_type, message):
     assert message in exited.value.code and "\n" not in exited.value.code
 
 
+@pytest.mark.parametrize("model_type", ["gpt_neo", "mamba2", "zamba2", "beam"])
+def test_fields_that_must_suit_the_sizes_do(model_type, capsys):
+    search = new_family.Search(model_type)
+    assert len(search.checkpoints) == 3 and search.checkpoints[2].model.config.num_hidden_layers == 7
+    assert search.defaults and "does not compute" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gemma4_assistant", "ValueError: hidden_size_per_layer_input must be 0, got 256"),
+        ("xlnet", "The model xlnet is one of the few models that has no sequence length limit"),
+        ("musicgen_melody", "transformers does not compute the small checkpoints"),
+    ],
+)
+def test_a_type_that_transformers_does_not_compute_has_its_reason(model_type, reason):
+    with pytest.raises(SystemExit) as exited:
+        new_family.main([model_type])
+    assert (
+        f"{model_type}: transformers does not compute the small checkpoints that the search compares: "
+        in exited.value.code
+    )
+    assert reason in exited.value.code and "\n" not in exited.value.code
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["kolibri1", "dots1", "glm4_moe", "cohere", "starcoder2", "exaone4"])
 def test_larger_families_are_found(family, make_checkpoint, capsys):

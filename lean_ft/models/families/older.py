@@ -15,7 +15,7 @@ from lean_ft.models.rope_settings import head_dim_of, rope_config
 from lean_ft.system.config_fields import ConfigFields
 
 
-def _spelled(
+def spelled(
     spellings: Mapping[str, str], ignored: tuple[str, ...] = ()
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Rewrites a config.json: fields by their usual names, without those that transformers ignores."""
@@ -43,7 +43,7 @@ def _no_rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig 
 def _gpt2_config(config: Mapping[str, Any]) -> dict[str, Any]:
     usual = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
     usual |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
-    config = _spelled(usual, (*_BY_HEAD, "intermediate_size"))(config)
+    config = spelled(usual, (*_BY_HEAD, "intermediate_size"))(config)
     hidden_size = config.get("hidden_size")
     return ({"intermediate_size": 4 * hidden_size} if isinstance(hidden_size, int) else {}) | config
 
@@ -123,7 +123,7 @@ OLDER: dict[str, Family] = {
             **_LAYER_NORM, "qkv_bias": flag("attention_bias"), "output_bias": flag("attention_bias"), "mlp_bias": True,
             "norm_placement": _placement, "fused_qkv": True, "qkv_by_head": True,
         },
-        preprocessed=_spelled(
+        preprocessed=spelled(
             {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
             ("num_key_value_heads", "rope_theta", "partial_rotary_factor"),
         ),
@@ -142,7 +142,7 @@ OLDER: dict[str, Family] = {
     "persimmon": Family(
         scores_as="Persimmon", rope=partial_rope, norm_eps_field="layer_norm_eps", activations=UNGATED_ACTIVATION_NAMES,
         facts={**_LAYER_NORM, **_EVERY_BIAS, **_QK_NORM, "fused_qkv": True, "qkv_by_head": True},
-        preprocessed=_spelled({}, ("num_key_value_heads",)),
+        preprocessed=spelled({}, ("num_key_value_heads",)),
         on_disk={
             **_MLP_ON_DISK, **_QK_NORM_ON_DISK, "self_attn.qkv_proj": ("self_attn.query_key_value",),
             "self_attn.o_proj": ("self_attn.dense",), "model.norm": ("model.final_layernorm",),
@@ -177,7 +177,7 @@ OLDER: dict[str, Family] = {
     "opt": Family(
         scores_as="OPT", rope=_no_rope, norm_eps_field="layer_norm_eps", activation_field="activation_function",
         activations=UNGATED_ACTIVATION_NAMES,
-        preprocessed=_spelled(
+        preprocessed=spelled(
             {"ffn_dim": "intermediate_size", "init_std": "initializer_range"},
             (*_BY_HEAD, "intermediate_size", "initializer_range", "layer_norm_eps"),
         ),
