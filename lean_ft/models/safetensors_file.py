@@ -66,7 +66,9 @@ class StoredTensor:
     def read(self) -> Tensor:
         """The tensor on the CPU. Raises ValueError if its dtype is not supported."""
         if self.dtype is None:
-            raise ValueError(f"{self.file}: a tensor is stored as {self.dtype_name:.20}; expected one of {', '.join(_DTYPES)}.")
+            raise ValueError(
+                f"{self.file}: a tensor is stored as {self.dtype_name:.20}; expected one of {', '.join(_DTYPES)}."
+            )
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.read_part(part_of(tensor))
         return tensor
@@ -131,7 +133,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         spans = [(name, entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in entries]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
+        expected = "expected JSON with the dtype, shape and data_offsets of each tensor"
+        raise ValueError(f"{file} is damaged: its safetensors header cannot be read; {expected}.") from error
     if len(spans) > MAX_TENSORS or max(map(len, header), default=0) > MAX_NAME_CHARACTERS:
         most = f"{MAX_TENSORS:,} tensors, with names of {MAX_NAME_CHARACTERS:,} characters"
         raise ValueError(f"{file} is damaged: expected at most {most}.")

@@ -98,8 +98,8 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None, images: bool =
         return tokenizer
     except (AttributeError, KeyError, TypeError, UnicodeEncodeError) as error:  # a value of the wrong type
         raise ValueError(
-            f"{folder}: tokenizer_config.json or a file next to it is malformed: {type(error).__name__}: {error}. Get the files "
-            "from the model's author again."
+            f"{folder}: tokenizer_config.json or a file next to it is malformed: a value is missing, or has another type than "
+            "transformers writes. Get the files from the model's author again."
         ) from error
 
 
@@ -191,8 +191,11 @@ def _flag_or_null(config: dict[str, Any], name: str, folder: Path) -> bool | Non
     return value
 
 
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _content(token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise ValueError(f"tokenizer_config.json or a file next to it names the token {token!r:.100}; expected a text.")
+    return content
 
 
 def _added_tokens(
