@@ -159,6 +159,10 @@ class TeacherCache:
             np.concatenate([values[span] for span in spans or [empty]]) for values in (self._log_probs, self._ids)
         )
         assert len(log_probs) == batch.num_targets
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.about["vocab_size"]:
+            raise ValueError(
+                "distill.cached is damaged: it has ids outside the teacher's vocabulary. Run leanft score again."
+            )
         return log_probs, ids
 
 
@@ -169,11 +173,7 @@ def _arrays(folder: Path, arrays: dict[str, Any], about: dict[str, Any]) -> tupl
     num_targets = int(counts.sum()) if counts.dtype.kind in "iu" and (counts >= 0).all() else -1
     is_whole = len(digests) == len(counts) > 0 and (log_probs.dtype, ids.dtype) == (np.float32, np.int32)
     sizes = num_targets * about["num_columns"], num_targets * about["top_k"]
-    if (
-        not is_whole
-        or (log_probs.size, ids.size) != sizes
-        or (ids.size and not 0 <= ids.min() <= ids.max() < about["vocab_size"])
-    ):
+    if not is_whole or (log_probs.size, ids.size) != sizes:
         raise ValueError(
             f"distill.cached={folder} is damaged: its arrays do not fit one another. Run leanft score again."
         )
