@@ -23,5 +23,7 @@ def test_tensors_without_values_are_refused(shape, make_checkpoint, tmp_path):
         save_file({**tensors, found: torch.zeros(shape)}, file)
         (tmp_path / "labels.json").unlink(missing_ok=True)
         for read in (labels_of, lambda adapter: load_adapter(load_model(folder), adapter)):
-            with pytest.raises(ValueError, match=rf"{name} has the shape .*; expected a vector or a matrix with values"):
+            with pytest.raises(
+                ValueError, match=rf"{name} has the shape .*; expected a vector or a matrix with values"
+            ):
                 read(tmp_path)
