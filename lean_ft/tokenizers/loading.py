@@ -1,5 +1,6 @@
 """Build a `Tokenizer` from a model folder: the tokenizer file, special tokens, chat templates and context length."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,11 @@ def _added_tokens(
     config: dict[str, Any], legacy_added: dict[str, int], named: dict[str, str]
 ) -> list[tuple[int | None, AddedToken]]:
     """Return every token that the configs name, with its id or None: declared tokens in order of id, then the others."""
-    declared = {int(key): _token(value) for key, value in config.get("added_tokens_decoder", {}).items()}
+    declared = dict[int, AddedToken]()
+    for key, value in config.get("added_tokens_decoder", {}).items():
+        if not re.fullmatch(r"\d{1,9}", key, re.ASCII):
+            raise ValueError(f"tokenizer_config.json: added_tokens_decoder has the id {key!r:.100}; expected a number.")
+        declared[int(key)] = _token(value)
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra
     special = [*named.values(), *map(_content, extra)]
