@@ -8,7 +8,8 @@ pair, another type), removed or doubled, or bytes are flipped, cut, repeated or 
 hypothesis is not used. A target and a seed determine each case, so runs with the same arguments repeat it. Slow targets get fewer cases.
 
 A case passes if the input is accepted, or rejected with a message (ValueError, exit code 2) of at most 2,000 printable characters. It fails
-with any other exception, after 10 s of CPU time, or with 2 GiB more memory. A worker that dies or hangs is a failure of its current case.
+with any other exception, after 10 s of CPU time, or with 2 GiB more memory; `images by memory` after 2 s or with 200 MiB more in one
+case. A worker that dies or hangs is a failure of its current case.
 
 Writes `results/fuzzing_<hardware>.json`.
 """
@@ -37,9 +38,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 import yaml
+from growing_images import break_image, growing_images
 from PIL import Image
 from results import RESULTS, ROOT, print_result, require_hardware, write_result
 from tiny_runs import CONFIG, recipe, write_inputs
@@ -55,7 +58,8 @@ from lean_ft.gguf.open import gguf_folder
 from lean_ft.gguf.quantize import read_imatrix
 from lean_ft.gguf.splitting import QWEN2_PATTERN
 from lean_ft.hub.upload import _results
-from lean_ft.images.reading import Size, check, decoded, open_image, reference, size_of
+from lean_ft.images.pixels import Upright
+from lean_ft.images.reading import Size, check, decoded, open_image, read_patches, reference, size_of
 from lean_ft.images.rules import image_rules
 from lean_ft.models import empty_model, load_model, save_model
 from lean_ft.models.safetensors_file import read_header, write_file
@@ -519,8 +523,9 @@ class Target:
         seeds: list[bytes],
         breaks: Callable[[bytes, random.Random], bytes],
         read: Callable[[], object],
+        most: tuple[float, int] | None = None,  # seconds of CPU time and bytes of memory for each case
     ):
-        self.share, self.file, self.seeds, self.breaks, self.read = share, file, seeds, breaks, read
+        self.share, self.file, self.seeds, self.breaks, self.read, self.most = share, file, seeds, breaks, read, most
 
     def case(self, name: str, seed: int, number: int) -> bytes:
         chance = random.Random(f"{name} {seed} {number}")
@@ -671,6 +676,8 @@ def _images(folder: Path) -> dict[str, Target]:
         (folder / one["model_type"]).mkdir()
         (folder / one["model_type"] / "config.json").write_bytes(as_json(one))
         (folder / one["model_type"] / settings.name).symlink_to(settings)
+    settings.write_bytes(as_json(families["qwen3_vl"]))
+    qwen, grown = image_rules(folder / "qwen3_vl"), folder / "grown"
     config.parent.mkdir()
     (config.parent / settings.name).write_bytes(b"{}")
 
@@ -679,7 +686,7 @@ def _images(folder: Path) -> dict[str, Target]:
         for size in (Size(1, 1), Size(3000, 20), Size(4000, 3000)):
             layout = rules.layout(size)
             assert sum(layout.runs) <= 2000
-        assert len(rules.patches(small)) == sum(
+        assert len(rules.patches(Upright(small))) == sum(
             rows * columns for rows, columns in rules.layout(Size(*small.size)).grids
         )
 
@@ -695,8 +702,20 @@ def _images(folder: Path) -> dict[str, Target]:
         if len(errors) == len(families):
             raise errors[0]
 
+    def read_grown() -> None:
+        found = reference(grown.name, folder)
+        with open_image(found, qwen) as image:
+            check(image)
+        with open_image(found, qwen) as image:
+            shape = sum(rows * columns for rows, columns in qwen.layout(size_of(image)).grids), 3, 16, 16
+            read_patches(image, qwen, np.empty(shape, np.uint8))
+
+    def break_grown(content: bytes, chance: random.Random) -> bytes:
+        return break_image(content, chance, break_bytes)
+
     return {
         "images": Target(10, file, pictures, break_bytes, read_image),
+        "images by memory": Target(1, grown, growing_images(), break_grown, read_grown, most=(2.0, 200 * 2**20)),
         "preprocessor_config.json": Target(6, settings, [as_json(one) for one in families.values()], break_json, read_settings),
         "config.json of images": Target(4, config, [as_json(one) for one in configs], break_json, lambda: prepare(config.parent)),
         "config.json with a vision tower": Target(4, whole, [whole.read_bytes()], break_json,
@@ -1133,22 +1152,38 @@ def worker(
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + CASE_MEMORY_BYTES, resource.RLIM_INFINITY))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     counts, failures, slowest = {"read": 0, "refused": 0, "failed": 0}, [], 0.0
+    before, memory = _begin_peak(), 0
     for number in numbers:
         if number > numbers.start and time.perf_counter() > deadline:
             break
         struct.pack_into("q", current, 0, number)
         content = target.case(name, seed, number)
-        began = time.process_time()
+        began, resident = time.process_time(), 0 if target.most is None else _begin_peak()
         outcome, failure = judge(target, content)
-        slowest = max(slowest, time.process_time() - began)
+        seconds = time.process_time() - began
+        slowest, memory = max(slowest, seconds), max(memory, _status_bytes("VmHWM") - (resident or before))
+        if target.most is not None and failure is None:
+            grown = _status_bytes("VmHWM") - resident
+            if seconds > target.most[0] or grown > target.most[1]:
+                outcome, failure = "failed", {"what": f"took {seconds:.1f} s and {grown >> 20} MiB", "where": None}
         counts[outcome] += 1
         if failure is not None:
             failures.append({"case": number, **failure, "input": repr(content[:300])})
     told = {"counts": counts, "failures": failures[:50], "slowest": slowest, "cpu_seconds": time.process_time()}
-    told["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    told["memory"] = memory
     answer.write_text(json.dumps(told))
+
+
+def _begin_peak() -> int:
+    """Begin a new peak of this process's memory, and return its memory."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int:
+    """A line of this process's status, such as VmRSS."""
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
 
 
 def feed(target: Target, name: str, seed: int, first: int, cases: int, deadline: float, place: Path) -> dict[str, Any]:

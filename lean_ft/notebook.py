@@ -19,7 +19,7 @@ from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system import catalog
 from lean_ft.system.before_torch import prepare_torch
 from lean_ft.system.units import parse_bytes
-from lean_ft.system.user_functions import PASSED, as_setting
+from lean_ft.system.user_functions import PASSED, as_factory, as_setting
 
 if TYPE_CHECKING:
     from lean_ft.plan.result import Rehearsal
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Any:
     """Run a recipe, by name or path, with a preset and settings.
 
-    Returns the run directory of a training recipe (Path). `evaluate` returns its results (dict, as in evaluation.json),
+    Returns the run directory of a training recipe (an absolute Path). `evaluate` returns its results (dict, as in evaluation.json),
     `quantize` the new folder (Path) and `generate` the texts (list[str]). `chat` returns None, and your own recipe what its
     `main` returns.
 
@@ -37,7 +37,7 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
     work too (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source`
     may be rows in memory: a list of dicts, a generator, a datasets.Dataset or a pandas.DataFrame. A dict with `path` is
     a source, not a row. A setting of the form FILE.py:FUNCTION may be the function itself, an object with `__call__`,
-    or its class. In a notebook, a bar and a curve show the progress.
+    or its class; `environment` may be a class or a function that makes environments. In a notebook, a bar and a curve show the progress.
 
     Raises ValueError for an invalid setting, and the errors of the recipe. A run stopped by a signal saves its state
     and raises SystemExit.
@@ -145,6 +145,11 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             and (rows := _rows(value, prefix + name)) is not None
         ):
             value = _write_rows(rows, f"{prefix}{name}")
+        if name in ("environment", "environment_factory"):  # TRL's name, which is answered with ours
+            try:
+                value = as_factory(value)
+            except ValueError as error:
+                raise ValueError(f"{prefix}{name}: {error}") from None
         if isinstance(value, Mapping) and value:
             yield from _overrides(value, f"{prefix}{name}.")
         else:

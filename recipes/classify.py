@@ -96,6 +96,8 @@ def main(cfg: Config) -> None:
         ranks.on_rank_zero(lambda: write_json(cfg.output_dir / "confusion.json", table))
         return statistics.means(num_texts, "eval_") | metrics
 
+    if run.evaluation_due():  # the one in which an earlier start was interrupted
+        run.log_evaluation(**evaluate(run.held_out()))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens there

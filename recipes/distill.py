@@ -61,6 +61,8 @@ def main(cfg: Config) -> None:
         cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer, ranks=ranks
     )
 
+    if run.evaluation_due():  # the one in which an earlier start was interrupted
+        run.log_evaluation(**distillation.evaluate(model, teacher, run.held_out()))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward

@@ -68,6 +68,8 @@ def main(cfg: Config) -> None:
         num_targets, num_pairs = ranks.total(num_targets), ranks.total(num_pairs)
         return tokens.means(num_targets, "eval_") | pairs.means(num_pairs, "eval_")
 
+    if run.evaluation_due():  # the one in which an earlier start was interrupted
+        run.log_evaluation(**evaluate(run.held_out()))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward

@@ -8,7 +8,6 @@ Results are added to evaluation.json in the run directory, or to the file `outpu
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -19,7 +18,7 @@ from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.quantize.held_out_loss import mean_loss
-from lean_ft.settings import AskedModelConfig, Device, Settings, SFTDataConfig
+from lean_ft.settings import AskedModelConfig, Device, FilePath, Name, Settings, SFTDataConfig
 from lean_ft.settings.base import RegularExpression
 from lean_ft.system.log import say
 from lean_ft.system.run_directory import METRICS_FILE
@@ -32,9 +31,9 @@ from lean_ft.training.answers import all_are_questions
 
 class Config(Settings):
     model: AskedModelConfig = AskedModelConfig.model_validate({})
-    adapter: str | list[str] = Field([])
+    adapter: Name | list[Name] = Field([])
     """An adapter, or a run that trained an adapter; or a list, whose adapters are summed."""
-    tasks: list[str] = Field([])
+    tasks: list[Name] = Field([])
     """Names of lm-evaluation-harness tasks, which it downloads, or your own YAML files."""
     num_fewshot: NonNegativeInt | None = None
     """Number of solved examples before each question; null: the task's default."""
@@ -50,7 +49,7 @@ class Config(Settings):
     """With data: compare only the first group of this regular expression's last match in each answer."""
     loss: bool = False
     """With data: also compute the mean loss over the rows' targets. Plain text is not asked then."""
-    output: Path | None = None
+    output: FilePath | None = None
     """A JSON file for the results; null: evaluation.json in the run."""
     seed: NonNegativeInt = 0
     """Seed for tasks that sample."""

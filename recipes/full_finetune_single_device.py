@@ -46,6 +46,8 @@ def main(cfg: Config) -> None:
     cross_entropy = CrossEntropy(model, cfg)  # logits exist for one chunk of tokens at a time
     run = Run(cfg, model=model, optimizer=optimizer, batches=batches, held_out=held_out, tokenizer=tokenizer)
 
+    if run.evaluation_due():  # the one in which an earlier start was interrupted
+        run.log_evaluation(**cross_entropy.evaluate(model, run.held_out()))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward

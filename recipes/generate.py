@@ -18,20 +18,20 @@ from rich.progress import track
 
 from lean_ft.data.images import as_text
 from lean_ft.generation import answers, open_model, read_prompts, shows_images, stream
-from lean_ft.settings import AskConfig
+from lean_ft.settings import AskConfig, FilePath, Name
 from lean_ft.system.log import console
 
 
 class Config(AskConfig):
     prompt: str | None = None
     """The question to answer or the text to continue."""
-    image: str | list[str] = Field([])
+    image: Name | list[Name] = Field([])
     """An image file to show before the prompt, or a list of them. `<image>` in the prompt marks another place."""
-    prompts_file: Path | None = None
+    prompts_file: FilePath | None = None
     """A file of prompts, instead of `prompt`: JSONL, JSON, CSV or Parquet with rows of {"prompt": ...} or {"messages":
     [...]}, and `images`; JSON with the messages of one chat; or a text file with one prompt per line. A chat that ends
     with an assistant message is continued. Paths of images are relative to the file."""
-    output: Path | None = None
+    output: FilePath | None = None
     """A new JSONL file for the results: the rows of prompts_file with `generated_text` added."""
     batch_size: PositiveInt = 1
     """Prompts per batch. The sampled tokens do not depend on it."""

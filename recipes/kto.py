@@ -77,6 +77,8 @@ def main(cfg: Config) -> None:
         statistics.total_counts()
         return tokens.means(ranks.total(num_targets), "eval_") | statistics.answer_means("eval_")
 
+    if run.evaluation_due():  # the one in which an earlier start was interrupted
+        run.log_evaluation(**evaluate(run.held_out()))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)
         optimizer.set_lr(lr)  # before backward: with optimizer.in_backward the update happens in backward

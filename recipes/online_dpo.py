@@ -50,7 +50,7 @@ def main(cfg: Config) -> None:
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks, episodes)  # samples with the current weights
 
-    if held_out is not None and run.start_step == 0:
+    if (held_out is not None and run.start_step == 0) or run.evaluation_due():  # before training, or interrupted
         run.log_evaluation(None, **answer.evaluate(held_out, score))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)

@@ -97,7 +97,7 @@ def main(cfg: Config) -> None:
             loss = loss + now.router_loss * (batch.num_targets / num_tokens)
         return loss
 
-    if held_out is not None and run.start_step == 0:
+    if (held_out is not None and run.start_step == 0) or run.evaluation_due():  # before training, or interrupted
         run.log_evaluation(None, **answer.evaluate(held_out, score))
     for step in run.steps():
         lr = learning_rate(cfg, step, run.total_steps)

@@ -17,7 +17,7 @@ from lean_ft.export.places import check_destination, check_tower_is_unchanged, r
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.quantize import GROUPED, mean_loss, quantize, save_quantized
-from lean_ft.settings import GroupSize, ModelConfig, QuantizedKind, Settings, SFTDataConfig
+from lean_ft.settings import FilePath, GroupSize, ModelConfig, QuantizedKind, Settings, SFTDataConfig
 from lean_ft.system.log import say
 from lean_ft.system.units import gibibytes, number
 from lean_ft.system.whole_files import write_whole
@@ -29,7 +29,7 @@ class Config(Settings):
     """`int8`, `int4` and `float8` quantize weights only. `int8_dynamic_int8_weight` and `int8_dynamic_int4_weight` also
     quantize inputs, with one scale per token. torchao stores a 4-bit weight in one byte."""
     group_size: GroupSize = 32
-    output: Path
+    output: FilePath
     """The new folder."""
     data: SFTDataConfig | None = None
     """Rows for the loss before and after: the held-out rows if there are any, otherwise all."""

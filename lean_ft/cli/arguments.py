@@ -107,7 +107,7 @@ def load_run(
         if own not in (name, catalog.without_alias(name)):
             raise ValueError(
                 f"the preset {config} is for the recipe {own}, and {name} does not have all of its settings. "
-                f"Run `leanft run {own} --config {config}`."
+                f"Run `leanft run {shlex.quote(own)} --config {shlex.quote(str(config))}`."
             )
     if preset is not None:
         overrides = _without_unfitting(preset_values(preset), overrides)
@@ -199,17 +199,17 @@ def find(
         if not runs and row != "null" and not any(word.startswith("model.family=") for word in overrides):
             raise ValueError(
                 f"{config} has model.family={row}, a file whose code this command would run. Read the file, and if you trust it, "
-                f"name it too: --config {config} model.family={row}"
+                f"name it too: --config {shlex.quote(str(config))} {shlex.quote(f'model.family={row}')}"
             )
     if recipe is None:
         recipe = preset_recipe(preset) if preset is not None else None
         if recipe is None:
             reason = f"{config} does not name one (`recipe: NAME`)" if config else "there is no --config that names one"
-            how = f" Name it: leanft run RECIPE --config {config}." if config else ""
+            how = f" Name it: leanft run RECIPE --config {shlex.quote(config)}." if config else ""
             raise ValueError(f"expected a RECIPE: {reason}.{how} `leanft ls` lists recipes and presets.")
         if recipe.endswith(".py") and not runs:
             raise ValueError(
                 f"{config} names the recipe {recipe}, whose code this command would run. Read the file, and if you trust it, "
-                f"name it too: {recipe} --config {config}"
+                f"name it too: {shlex.quote(recipe)} --config {shlex.quote(str(config))}"
             )
     return catalog.find_recipe(recipe), preset, overrides

@@ -1,6 +1,7 @@
 """`leanft check`: verify a checkpoint on this machine."""
 
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +41,7 @@ def check(
     KEY=VALUE settings of techniques replace the default list.
     Other settings apply to the timed steps.
     Uses 8 rows of data.source, by default the embedded data.
-    Exits with 1 if anything differs.
+    Exits with 1 if anything differs, and with 2 if lean_ft does not read the model.
     """
     path, preset, overrides = find("finetune", config, overrides)
     recipe = catalog.load_recipe(path)
@@ -50,15 +51,26 @@ def check(
         )
 
     # Imported here because torch is slow to import and most verbs do not need it.
+    import torch
+
     from lean_ft.check import TECHNIQUES, Check
+    from lean_ft.models import empty_model, load_model
     from lean_ft.peft import is_adapter
     from lean_ft.peft.finished_models import find_finished
+    from lean_ft.quantize import is_quantized
     from lean_ft.system.log import console
     from lean_ft.tokenizers import load_tokenizer
 
     folder = find_finished(model)
     if is_adapter(folder):
-        raise ValueError(f"{model} is an adapter. Check the merged model: leanft export {model} DEST --merge")
+        raise ValueError(
+            f"{model} is an adapter. Check the merged model: leanft export {quote(str(model))} DEST --merge"
+        )
+    # Raises ValueError for a model that lean_ft does not read, before transformers is imported.
+    if is_quantized(folder):
+        empty_model(folder, torch.float32, is_quantized=True)
+    else:
+        load_model(folder, "meta", may_score=True)
     given = preset_values(preset) if preset else {}
     given |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
     if any(text.startswith("model.path=") for text in overrides):
@@ -101,6 +113,8 @@ def check(
     for verdict, names in reasons.items():
         typer.echo(f"{verdict} ({', '.join(names)})")
     wrong = [row[0] for row in rows if row[-1].startswith(("DIFFERS", "FAILED"))]
+    if all(row[-1].startswith("skipped") for row in rows):
+        raise ValueError(f"nothing was checked: all of the {len(rows)} checks were skipped, for the reasons above.")
     if wrong:
         typer.echo(f"{len(wrong)} of {len(rows)} checks failed: {', '.join(wrong)}", err=True)
         raise typer.Exit(1)

@@ -6,8 +6,9 @@ import json
 import re
 from itertools import groupby
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -20,6 +21,7 @@ from lean_ft.cli.output import print_table, progress, stdout
 from lean_ft.settings import (
     ClassificationDataConfig,
     DataConfig,
+    OnlineConfig,
     PromptDataConfig,
     PromptRowsConfig,
     RecipeConfig,
@@ -28,6 +30,9 @@ from lean_ft.settings import (
 from lean_ft.system import catalog
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import gibibytes
+
+if TYPE_CHECKING:
+    from lean_ft.tokenizers import Tokenizer
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
 REJECTED = Style(color="red", bold=True)
@@ -102,6 +107,7 @@ def stats(
     from lean_ft.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
+    cfg = _with_tools(cfg, tokenizer)
     prompts_only = isinstance(cfg.data, PromptRowsConfig)
     if prompts_only and peak:
         raise ValueError("--peak predicts steps on rows of a length, and this recipe samples its rows. Remove it.")
@@ -171,7 +177,9 @@ def preview(
     from lean_ft.data.preview import preview as look
     from lean_ft.tokenizers import load_tokenizer
 
-    found = look(cfg.data, load_tokenizer(cfg.model, cfg.data.chat_template), num_rows=rows, batch_size=cfg.batch_size)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
+    cfg = _with_tools(cfg, tokenizer)
+    found = look(cfg.data, tokenizer, num_rows=rows, batch_size=cfg.batch_size)
     page = Console(file=io.StringIO(), record=True, force_terminal=True, highlight=False, width=PAGE_WIDTH)
     console = stdout() if html is None else page
     for number, row in enumerate(found.rows, start=1):
@@ -199,7 +207,7 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
         recipe, overrides = _run_on_file(recipe, config, overrides or [])
     module, cfg = load_run(recipe, config, overrides)
     data: Any = getattr(cfg, "data", None)
-    data = data.rows if isinstance(data, PromptDataConfig) else data
+    data = data.rows([]) if isinstance(data, PromptDataConfig) else data
     if not isinstance(data, DataConfig) or not hasattr(cfg, "model"):
         raise ValueError(
             f"the recipe {recipe or config} has no `data` or no `model` settings, so it has no rows to show."
@@ -209,6 +217,21 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
 
         data = with_labels(data)
     return module, cfg.model_copy(update={"data": data})
+
+
+def _with_tools(cfg: Any, tokenizer: "Tokenizer") -> Any:
+    """Return the settings with the schemas of a run's tools and of its environment's methods, which are in each prompt."""
+    if not isinstance(cfg, OnlineConfig) or not cfg.has_turns:
+        return cfg
+    from lean_ft.online.episodes import Episodes  # here, because it imports torch
+
+    schemas = Episodes(cfg, tokenizer).schemas()
+    if cfg.environment is not None:
+        typer.echo(
+            f"note: environment={cfg.environment} is not reset here, so what reset adds to a prompt is not shown or counted",
+            err=True,
+        )
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"tools": schemas})})
 
 
 def _names_data(word: str) -> bool:
@@ -244,7 +267,7 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
         defaults.append("rewards=[exact_answer]")  # required, and not used: no completion is sampled
     if recipe == "classify" and "label" not in names:
         defaults.append("data.multi_label=true")
-    note = f"note: shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE data.source={file}"
+    note = f"note: shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE {quote(f'data.source={file}')}"
     if not any(word.startswith("model.path") for word in overrides):
         note += (
             "\nnote: tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many tokens as a "

@@ -39,7 +39,9 @@ def download(
     """
     name = hub.parse_name(repo)
     if name is not None and name.file:
-        raise ValueError(f"{repo} names a file. Use `leanft download {name.repo} --include {name.file}`.")
+        raise ValueError(
+            f"{repo} names a file. Use `{shlex.join(['leanft', 'download', name.repo, '--include', name.file])}`."
+        )
     if name is not None and name.revision is not None:
         if revision is not None:
             raise ValueError(f"{repo} names a revision, and so does --revision {revision}. Remove one of them.")

@@ -19,6 +19,7 @@ from lean_ft.settings.describing import describe
 from lean_ft.settings.hints import replacement
 from lean_ft.settings.other_tools import VALUE, assigned
 from lean_ft.system import catalog
+from lean_ft.system.foreign_values import valid_text
 from lean_ft.system.redaction import redact
 from lean_ft.system.spelling import did_you_mean, nearest
 from lean_ft.system.whole_files import open_in_place
@@ -78,7 +79,7 @@ def add_place(error: Exception, recipe: Path, is_shipped: bool, output_dir: Path
             if not names <= {TRACEBACK_FILE} and "config.yaml" not in names:
                 return  # not a run directory, which may be the cause of the error
             with open_in_place(output_dir / TRACEBACK_FILE, "a") as file:
-                text = redact("".join(traceback.format_exception(error)))
+                text = valid_text(redact("".join(traceback.format_exception(error))))
                 file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n{text}\n")
         except (OSError, ValueError):
             return

@@ -88,6 +88,7 @@ def export(
     A Hugging Face folder is read back, and its logits are compared with the source's, before DEST appears.
     """
     from lean_ft.export import export_adapter, export_dcp, export_folder, export_gguf, export_gguf_adapter
+    from lean_ft.export.places import sentences_not_in_files
 
     options = {"--dtype": dtype, "--max-shard-size": max_shard_size, "--gguf": gguf, "--base": base}
     options["--imatrix"] = imatrix
@@ -105,7 +106,10 @@ def export(
     if adapter and gguf is not None:
         typer.echo(str(export_gguf_adapter(source, destination, gguf, force, base)))
     elif adapter:
-        typer.echo(f"exported {export_adapter(source, destination, force)} to {destination}, in PEFT's format.")
+        folder = export_adapter(source, destination, force)
+        typer.echo(f"exported {folder} to {destination}, in PEFT's format.")
+        for sentence in sentences_not_in_files(folder):
+            typer.echo(f"Not in the files: {sentence}.")
     elif gguf is not None:
         typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, imatrix, ollama)))
     elif dcp:

@@ -22,7 +22,7 @@ from lean_ft.settings import RecipeConfig, models_of
 from lean_ft.settings.run import LOGGER_PACKAGES
 from lean_ft.settings.text import dotted
 from lean_ft.system import installation
-from lean_ft.system.redaction import redact
+from lean_ft.system.redaction import on_one_line, redact
 from lean_ft.system.user_functions import is_function_path
 
 TEMPLATES = Path(__file__).parents[1] / "assets" / "launch"
@@ -75,9 +75,16 @@ def launch_file(
     for name in secret or []:
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or redact(name) != name:
             raise ValueError(f"--secret expects the name of a variable, such as HF_TOKEN, found {redact(name)}.")
+    output = output or Path(f"leanft_{template.replace('-', '_')}")
+    _check_names(
+        *[("--image", part) for part in re.split("[/:@]", image) if part],
+        *[("--source", part) for part in re.split("[/:@+]+", source) if part],
+        *[("--output", part) for part in output.parts if part != "/"],
+    )
     cfg, words = words_of_job(recipe, config, overrides, num_gpus)
     if not isinstance(cfg, RecipeConfig):
         raise ValueError("this recipe writes no run directory, so a job would lose its result. Run it on your machine.")
+    _check_names(("output_dir", cfg.output_dir.name))
     files = sorted(set(_files_of(cfg, recipe, config)))
     source = source or installation.source_elsewhere()
     wheel = source if source.endswith(".whl") and "://" not in source else None
@@ -89,7 +96,6 @@ def launch_file(
     packages = [f"torch=={metadata.version('torch').partition('+')[0]}", lean_ft]
     many = ["--nproc-per-node", str(num_gpus), "--max-restarts", "3"] if num_gpus > 1 else []
     words = [word for word in words if not word.startswith("output_dir=")]
-    output = output or Path(f"leanft_{template.replace('-', '_')}")
     if output.exists() and not force:
         raise ValueError(f"{output} exists; choose another name with --output, or overwrite it with --force.")
     text = render(
@@ -125,12 +131,27 @@ def words_of_job(
         refuse_on_many(cfg, num_processes)
     given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
     given += batches_of(cfg, given) if num_processes > 1 else []
-    if bad := next((word for word in given if "[token]" in redact(word) or "\n" in word), None):
-        what = "holds a secret, which the job script would keep" if "\n" not in bad else "has several lines"
+    if bad := next((word for word in given if "[token]" in redact(word) or on_one_line(word) != word), None):
+        is_secret = on_one_line(bad) == bad
+        what = (
+            "holds a secret, which the job script would keep"
+            if is_secret
+            else "has several lines or control characters"
+        )
         raise ValueError(
-            f"{bad.partition('=')[0]} {what}. Put this setting into a preset that only you can read, and pass --config PATH."
+            f"{on_one_line(bad.partition('=')[0])} {what}. Put this setting into a preset that only you can read, and pass --config PATH."
         )
     return cfg, given
+
+
+def _check_names(*names: tuple[str, str]) -> None:
+    """Raise ValueError for a name of (what, name) that is not letters, digits, `.`, `-` and `_`: the templates write it into
+    comments, a docstring and shell words without quotes."""
+    for what, name in names:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(
+                f"{what}: {name!r} becomes part of a program, so it may have letters, digits, . - and _ only."
+            )
 
 
 def render(template: str, **facts: Any) -> str:
@@ -166,6 +187,8 @@ def _files_of(cfg: RecipeConfig, recipe: str | None, config: str | None) -> Iter
                     f"{key}: {text} is not a path below the current folder, from which the job uploads files. Run the command in "
                     "the folder that has the file, and give its relative path."
                 )
+            if on_one_line(one) != one:
+                raise ValueError(f"{key}: the name of the file {one!r} has control characters. Rename it.")
             yield one
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, on_one_line, printable
 
 _PIPE_WIDTH = 100_000  # columns; lines are not wrapped, so that `grep` and `cut` see whole lines
 
@@ -38,6 +38,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows of cells below their column names. A column whose name begins with `>` is right-aligned. If all names are
     empty, no header is printed."""
     console, right = stdout(), [name.startswith(">") for name in columns]
+    rows = [[on_one_line(cell) for cell in row] for row in rows]
     names = [name.removeprefix(">") for name in columns]
     if console.is_terminal:
         table = Table(box=None, show_header=any(names), padding=(0, 2, 0, 0), header_style="bold")

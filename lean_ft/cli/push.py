@@ -1,5 +1,6 @@
 """`leanft push`: upload a run's model to the Hugging Face Hub."""
 
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -47,7 +48,7 @@ def push(
         return
     if repository_name(source) is not None:
         raise ValueError(
-            f"{source} is not a folder here, and --dry-run uses no network. Run `leanft download {source}` first."
+            f"{source} is not a folder here, and --dry-run uses no network. Run `leanft download {quote(source)}` first."
         )
     folder, files, remarks = prepare(source, repo, license)
     sizes = {path: len(file) if isinstance(file, bytes) else file.stat().st_size for path, file in files.items()}

@@ -21,6 +21,7 @@ from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import usable_cores
 from lean_ft.system.interrupts import OutsideTraining
 from lean_ft.system.launch import COMMAND_VARIABLE, Launch, launch
+from lean_ft.system.user_code import closing
 from lean_ft.system.user_functions import without_os_exit
 
 
@@ -128,7 +129,7 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> Any:
     """
     from lean_ft.training.starting import settled  # here, because it imports torch
 
-    with settled(cfg) as cfg:
+    with closing(), settled(cfg) as cfg:
         if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
             _print_expected_memory(recipe, cfg)
         result = _run_main(recipe, cfg)

@@ -3,6 +3,7 @@
 import json
 import textwrap
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -64,7 +65,7 @@ def runs(
     print_table(order, list(zip(*(columns[name] for name in order), strict=True)))
     if left_out := [name.removeprefix(">") for name in columns if name not in shown]:
         names = ", ".join(left_out[:5]) + f" and {len(left_out) - 5} more" * (len(left_out) > 5)
-        note = f"not shown, to fit {width} characters: {names}. For all columns, run leanft runs {folder} --json"
+        note = f"not shown, to fit {width} characters: {names}. For all columns, run leanft runs {quote(str(folder))} --json"
         typer.echo(textwrap.fill(note, width), err=True)
 
 

@@ -1,5 +1,6 @@
 """`leanft slurm`: print a job script that runs a recipe on several machines and resumes by itself."""
 
+import re
 import shlex
 from typing import Annotated
 
@@ -31,6 +32,9 @@ def slurm(
     The run then resumes from the newest checkpoint.
     output_dir must be on a disk that all machines share.
     """
+    for option, value in {"--time": time, "--partition": partition, "--account": account}.items():
+        if value is not None and not re.fullmatch(r"[\w.:,@+-]+", value):
+            raise ValueError(f"{option} is {value!r}; expected letters, digits and . : , @ + - without spaces.")
     _, given = words_of_job(recipe, config, overrides, nodes * gpus_per_node)
     directives = [
         "--job-name=leanft",

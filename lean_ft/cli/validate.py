@@ -118,9 +118,11 @@ def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     elif rows is not None:
         for setting, value in (("source", rows.source), ("validation_source", rows.validation_source)):
-            for source in [value] if isinstance(value, str) else value or []:
+            sources = [value] if isinstance(value, str) else value or []
+            for source in sources:
                 with _gathered(problems, f"data.{setting}: "):
-                    notes.append(f"data.{setting}: {_read_first_rows(rows, tokenizer, source)}")
+                    report = _read_first_rows(rows, tokenizer, source, is_alone=len(sources) == 1)
+                    notes.append(f"data.{setting}: {report}")
     return problems, notes
 
 
@@ -164,12 +166,13 @@ def _gathered(problems: list[str], prefix: str = "") -> Iterator[None]:
             problems.append(f"{prefix}{error}")
 
 
-def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: str | DataSource) -> str:
-    """Read the first rows of one source (without a tokenizer only their fields) and return a report.
+def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: str | DataSource, is_alone: bool) -> str:
+    """Read the first rows of one source (without a tokenizer only their fields) and return a report. `is_alone`: whether the run
+    has no other source.
 
     Raise ValueError for rows that would stop the run.
     """
-    from lean_ft.data.documents import renderer_of
+    from lean_ft.data.documents import check_any_left, renderer_of
     from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of, reading
     from lean_ft.data.objective import objective_of
     from lean_ft.data.sources import first_rows, list_sources, source_files
@@ -183,6 +186,8 @@ def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: st
     rows = first_rows([source], NUM_ROWS_TO_DETECT, data)
     if tokenizer is not None:
         _, report = renderer_of(data, tokenizer, [source])(rows)
+        if len(rows) < NUM_ROWS_TO_DETECT and is_alone:  # these are all rows
+            check_any_left(report, data, path)
         return f"of the first rows, {report}"
     form = formats_of(data, rows, [source], objective_of(data).reader.known)[0]
     for row in rows:

@@ -1,6 +1,6 @@
 """Read rows from Parquet files and Hugging Face datasets. Needs the `datasets` extra.
 
-Arrow fills missing names of nested objects with null. These nulls are removed, so that a chat template does not write
+A map becomes an object. Arrow fills missing names of nested objects with null. These nulls are removed, so that a chat template does not write
 them into tools or tool calls. Dates and decimal numbers become strings, as in CSV. Images stay encoded bytes. Other values that are
 not text become an object that names their type.
 """
@@ -9,16 +9,14 @@ import contextlib
 import copy
 import json
 from collections.abc import Iterator
-from datetime import date, time, timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from lean_ft.data.images import IMAGE_FIELDS
-from lean_ft.data.rows import Digest, Row
+from lean_ft.data.rows import Digest, Row, unpacked
 from lean_ft.data.splits import is_sliced, rows_of_split
 from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
+from lean_ft.images.forms import is_image
 from lean_ft.system.installation import install_command
 
 ROWS_AT_A_TIME = 1024
@@ -102,7 +100,7 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
                             )
                         for fields in rows.to_pylist():
                             number += 1
-                            yield Row(as_json(fields), f"{path}, row {number}")
+                            yield _row(fields, f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
 
@@ -144,7 +142,7 @@ def read_dataset(name: str, digest: Digest | None, *, subset: str | None, split:
         for number, fields in enumerate(_open(name, subset, split, streaming), start=1):
             if digest is not None:
                 digest.update(json.dumps(fields, default=str).encode())
-            yield Row(as_json(fields), f"{name} ({split}), row {number}")
+            yield _row(fields, f"{name} ({split}), row {number}")
 
 
 def dataset_files(name: str, *, subset: str | None, split: str) -> list[Path]:
@@ -207,8 +205,18 @@ def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
         ) from error
 
 
+def _row(fields: dict[str, Any], place: str) -> Row:
+    try:
+        return Row(as_json(fields), place)
+    except ValueError as error:
+        return Row({}, place, problem=str(error))
+
+
 def as_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert values to JSON types and remove null entries of nested objects. Null fields of the row stay."""
+    """Convert values to JSON types and remove null entries of nested objects. Null fields of the row stay.
+
+    Raises ValueError for a map that has a name more than once.
+    """
     return {name: _value_as_json(value, name) for name, value in fields.items()}
 
 
@@ -217,10 +225,16 @@ def _value_as_json(value: Any, name: str) -> Any:
         return value
     if isinstance(value, dict):
         return {str(name): _value_as_json(inner, str(name)) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and all(isinstance(pair, tuple) for pair in value):  # a map
+        found = {str(name): _value_as_json(inner, str(name)) for name, inner in value}
+        if len(found) < len(value):
+            raise ValueError(f"the map `{name}` has a name more than once")
+        return found
     if isinstance(value, list | tuple):
         return [_value_as_json(inner, name) for inner in value]
-    if isinstance(value, bytes) and name in _OF_IMAGES:
+    if isinstance(value, bytes) and (name in _OF_IMAGES or is_image(value[:32])):
         return value
-    if isinstance(value, date | time | timedelta | Decimal | UUID):
-        return str(value)
-    return {"type": type(value).__name__}
+    try:
+        return unpacked(value)
+    except TypeError:
+        return {"type": type(value).__name__}

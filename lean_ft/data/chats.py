@@ -13,6 +13,7 @@ from lean_ft.data.foreign_fields import SWITCHES, is_given
 from lean_ft.data.images import read_part
 from lean_ft.data.rows import kind, names_of
 from lean_ft.data.text_files import parse_json
+from lean_ft.system import foreign_values
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import ROLES
 
@@ -46,7 +47,8 @@ def read_chat(value: Any, field: str) -> Chat:
         found = "empty" if value == [] else kind(value)
         raise ValueError(f'`{field}` is {found}; expected a list of {{"role": ..., "content": ...}}.')
     messages = [
-        _message(message, f"`{field}`, message {i}", field == "conversations") for i, message in enumerate(value)
+        _message(message, f"`{field}`, message {number}", field == "conversations")
+        for number, message in enumerate(value, start=1)
     ]
     untrained = {i for i, message in enumerate(value) if not _is_trained(message, messages[i]["role"], i)}
     return Chat(messages, frozenset(untrained))
@@ -101,14 +103,7 @@ def check_text(value: Any, what: str) -> str:
     """Return `value` if it is valid text. Raises ValueError that names `what`."""
     if not isinstance(value, str):
         raise ValueError(f"{what} is {kind(value)}; expected a string.")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what} has half a surrogate pair (\\u{ord(value[error.start]):04x}) at character {error.start}, so it is not "
-            "valid text. Repair the row."
-        ) from None
-    return value
+    return foreign_values.check_text(value, what)
 
 
 def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
@@ -183,12 +178,12 @@ def _is_trained(message: dict[str, Any], role: str, i: int) -> bool:
     marks = {name: message[name] for name in SWITCHES if message.get(name) is not None}
     for name, value in marks.items():
         if name == "weight" and value not in (0, 1):
-            raise ValueError(f"message {i}: `weight` is {value!r}; expected 0 or 1.")
+            raise ValueError(f"message {i + 1}: `weight` is {value!r}; expected 0 or 1.")
         if name != "weight" and not isinstance(value, bool):
-            raise ValueError(f"message {i}: `{name}` is {kind(value)}; expected true or false.")
+            raise ValueError(f"message {i + 1}: `{name}` is {kind(value)}; expected true or false.")
     if role != "assistant" and (selected := next((name for name in marks if name != "masked" and marks[name]), None)):
         raise ValueError(
-            f"message {i} has the role {role}, but `{selected}` selects it for training; only assistant messages can "
+            f"message {i + 1} has the role {role}, but `{selected}` selects it for training; only assistant messages can "
             "be selected. data.train_on=all trains every message."
         )
     return all(value == SWITCHES[name] for name, value in marks.items())

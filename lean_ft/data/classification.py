@@ -1,6 +1,7 @@
 """Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
-A label is a name or an integer. If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as
+A label is a name or an integer. An integer indexes the names of `data.labels`, unless they are numbers themselves. It does not index
+names that were found in the rows, since their order, the alphabet's, is not that of anyone's numbers. If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as
 one-hot. Texts are encoded as in transformers' pipelines, and classified at the last token. With model.images, each text and its
 images are a user message in the chat template, up to the place of an answer.
 
@@ -9,7 +10,8 @@ Legend: P texts of a batch, C labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -23,6 +25,7 @@ from lean_ft.data.foreign_fields import is_given
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, Fields, RowFormat, RowReader, as_chat, formats_of, reading
 from lean_ft.data.images import IMAGE_FIELDS
 from lean_ft.data.objective import Objective
+from lean_ft.data.pairs import NUMBER
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
 from lean_ft.data.sources import first_rows, read_rows
@@ -37,7 +40,12 @@ if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns
 
+_NUMBERS = {kind(0), "a string with a number"}
 KNOWN = {"classification": Fields(("text",), ("label", "labels", *IMAGE_FIELDS), text="text")}
+
+
+class FoundLabels(list[str]):
+    """The names of all labels in the training rows, sorted, in place of `data.labels`."""
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
@@ -53,15 +61,34 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
     formats = formats_of(config, beginning, None, KNOWN)
     config = _with_kind(config, beginning, formats)
     if names is None:
-        one_hot, found = _one_hot_length(beginning, formats, config), set[str]()
+        one_hot, found, kinds = _one_hot_length(beginning, formats, config), set[str](), dict[str, Any]()
         for row in read_rows(config.source, None, config):
             with suppress(ValueError) if config.on_bad_row == "skip" else nullcontext():
                 found.update(_labels_of(row, formats[row.source], config, one_hot))
+                for label in () if one_hot else _listed(row, formats[row.source], config):
+                    kinds.setdefault(_kind_of(label), label)
+        _check_one_kind(kinds, config.source)
         found.update(map(str, range(one_hot)))  # also labels that no row has
-        names = sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
+        names = FoundLabels(sorted(found, key=lambda name: (0, int(name), "") if _is_index(name) else (1, 0, name)))
     if len(names) < 2:
         raise ValueError(f"{config.source} has the labels {names}; classification needs 2 or more.")
     return config.model_copy(update={"labels": names})
+
+
+def _kind_of(label: Any) -> str:
+    if isinstance(label, str):
+        return "a string with a number" if re.fullmatch(NUMBER, label) else "a name"
+    return kind(label)
+
+
+def _check_one_kind(kinds: dict[str, Any], source: Sources) -> None:
+    """Raise ValueError if the training rows have labels of several kinds, of which each has an example in `kinds`."""
+    if kinds.keys() - {"a string with a number", "a name"} and len(kinds) > 1 and set(kinds) != _NUMBERS:
+        found = ", ".join(f"{label!r:.40} ({name})" for name, label in kinds.items())
+        raise ValueError(
+            f"{source} has labels of several kinds: {found}. Write them in one way, or set data.labels to the names, whose order "
+            "integers index."
+        )
 
 
 def _with_kind(
@@ -132,12 +159,46 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig, on
                 "the row's labels in all rows, as in the first rows."
             )
         if one_hot:
-            names = config.labels or [str(i) for i in range(one_hot)]
+            numbers = [str(i) for i in range(one_hot)]
+            names = config.labels or numbers
+            if isinstance(names, FoundLabels) and names != numbers:
+                raise ValueError(f"`labels` is {labels!r:.40}, a 0 or 1 for each label, and {_no_order(names)}")
             return [name for name, label in zip(names, labels, strict=True) if label]
         for label in labels:
             if not isinstance(label, str | int) or not str(label).strip():
                 raise ValueError(f"the label is {kind(label)} ({label!r:.40}); expected a name or an integer.")
         return [str(label).strip() for label in labels]
+
+
+def _no_order(names: Iterable[str]) -> str:
+    return (
+        f"data.labels is null, so the labels of the training rows are in the alphabet's order: {_first(names)}. Set data.labels to "
+        "them in the order of your numbers."
+    )
+
+
+def _first(names: Iterable[str]) -> str:
+    first = list(names)
+    return ", ".join(first[:10]) + " ..." * (len(first) > 10)
+
+
+def _is_index(label: str) -> bool:
+    return label.isdecimal() and len(label) < 19
+
+
+def _index_of(label: str, names: list[str]) -> int:
+    """The index of a label among `names`, by its name or by a number, unless numbers are names or the names have no order.
+    Without names, the number. Raises ValueError for an unknown label."""
+    if label in names:
+        return names.index(label)
+    is_index = _is_index(label) and not any(re.fullmatch(NUMBER, name) for name in names)
+    if is_index and isinstance(names, FoundLabels):
+        raise ValueError(f"the label is {label!r:.40}, and {_no_order(names)}")
+    if is_index and (not names or int(label) < len(names)):
+        return int(label)
+    if not names:
+        return -1
+    raise ValueError(f"the label is {label!r:.40}; expected one of {_first(names)}.{did_you_mean(label, names)}")
 
 
 @dataclass(frozen=True)
@@ -156,7 +217,19 @@ class LabelReader(RowReader):
     ) -> Self:
         reader = super().of(config, first_rows, tokenizer, source)
         reader = replace(reader, config=_with_kind(reader.config, first_rows, reader.formats))
-        return replace(reader, one_hot=_one_hot_length(first_rows, reader.formats, reader.config))
+        one_hot = _one_hot_length(first_rows, reader.formats, reader.config)
+        if one_hot == 2 and source not in (None, config.source) and reader._may_be_indices(first_rows):
+            one_hot = reader._one_hot_of_training()  # [0, 1] has a 0 or 1 for each of 2 labels, or two indices
+        return replace(reader, one_hot=one_hot)
+
+    def _may_be_indices(self, rows: Sequence[Row]) -> bool:
+        """Whether the one-hot lists of all rows may also list the row's labels."""
+        lists = [_listed(row, self.formats[row.source], self.config) for row in rows]
+        return all(all(type(label) is int for label in one) and len({*one}) == len(one) for one in lists)
+
+    def _one_hot_of_training(self) -> int:
+        rows = first_rows(self.config.source, NUM_ROWS_TO_DETECT, self.config)
+        return _one_hot_length(rows, formats_of(self.config, rows, None, KNOWN), self.config)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -187,15 +260,10 @@ class LabelReader(RowReader):
         """Return the indices of a row's labels; [] for texts to score. Raises ValueError for an unknown label."""
         if self.config.labels == []:
             return []
-        names, numbers = self.config.labels or [], list[int]()
-        for label in _labels_of(row, self.formats[row.source], self.config, self.one_hot):
-            numbers.append(names.index(label) if label in names else int(label) if label.isdecimal() else -1)
-            if names and not 0 <= numbers[-1] < len(names):
-                known = ", ".join(names[:10]) + " ..." * (len(names) > 10)
-                raise ValueError(
-                    f"{row.place}: the label is {label!r:.40}; expected one of {known}.{did_you_mean(label, names)}"
-                )
-        return numbers
+        names = self.config.labels or []
+        labels = _labels_of(row, self.formats[row.source], self.config, self.one_hot)
+        with reading(row):
+            return [_index_of(label, names) for label in labels]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         if (kept := self.truncated(documents[0], place, report)) is None:

@@ -9,15 +9,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
-from lean_ft.data.images import UnreadableImageError, documents_of, with_sizes
+from lean_ft.data.images import MARK, UnreadableImageError, documents_of, with_sizes
+from lean_ft.data.media import image_fields
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.pairs import until_the_answer_ends
-from lean_ft.data.report import DataReport, count
+from lean_ft.data.report import MARK_IN_TEXT, DataReport, count
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.sources import first_rows, read_rows
 from lean_ft.data.workers import map_in_processes
@@ -117,15 +119,24 @@ class Renderer:
                     ]
                 read.append((row, passages))
                 count(unread, report.unread)
-                count(self.reader.columns(row), report.columns)
-                for passage in passages:
-                    if isinstance(passage, Passage):
-                        report.count_passage(passage)
-            except UnreadableImageError as error:
-                report.drop_image(str(error))
+                count(columns := self.reader.columns(row), report.columns)
+                texts = [passage for passage in passages if isinstance(passage, Passage)]
+                if any(passage.images for passage in texts):
+                    report.with_images += 1
+                else:
+                    self._count_unseen({name: row.fields.get(name) for name in unread} | columns, texts, report)
+                for passage in texts:
+                    report.count_passage(passage)
             except ValueError as error:
                 self._skip_or_raise(error, report)
         return self._tokenize(read, report)
+
+    def _count_unseen(self, fields: dict[str, Any], texts: list[Passage], report: DataReport) -> None:
+        """Count what may be an image of a row that shows none: fields that are not read, and places in its texts."""
+        if self.tokenizer.image_rules is not None:
+            count(image_fields(fields), report.unseen)
+        if any(MARK in passage.text for passage in texts):
+            count([MARK_IN_TEXT], report.unread)
 
     def _tokenize(
         self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport
@@ -141,9 +152,11 @@ class Renderer:
             return []
 
     def _skip_or_raise(self, error: ValueError, report: DataReport) -> None:
+        is_image = isinstance(error, UnreadableImageError)
         if self.config.on_bad_row == "raise":
-            raise error
+            raise ValueError(f"{error} To skip such rows, set data.on_bad_row=skip.") if is_image else error
         report.skip_bad_row(str(error))
+        report.bad_images += is_image
 
 
 def render_rows(render: Renderer, rows: list[Row]) -> tuple[Columns, DataReport]:
@@ -176,13 +189,20 @@ class Parts:
             self.report.add(counts)
             self.report.check_bad_rows(self._config.max_bad_rows)
             yield documents
-        if self.report.kept == 0:
-            train_on = getattr(self._config, "train_on", None)
-            check = f", or check data.train_on (now {train_on})" if train_on is not None else ""
-            raise ValueError(
-                f"no row of {self._source} is left to train on: {self.report.nothing_left()}. Raise data.max_length (now "
-                f"{self._config.max_length}){check}."
-            )
+        if self._render.tokenizer.image_rules is not None:
+            self.report.check_images()
+        check_any_left(self.report, self._config, self._source)
+
+
+def check_any_left(report: DataReport, config: DataConfig, source: Sources) -> None:
+    """Raise ValueError if none of the rows of `source` is left to train on."""
+    if report.kept == 0:
+        train_on = getattr(config, "train_on", None)
+        check = f", or check data.train_on (now {train_on})" if train_on is not None else ""
+        raise ValueError(
+            f"no row of {source} is left to train on: {report.nothing_left()}. Raise data.max_length (now "
+            f"{config.max_length}){check}."
+        )
 
 
 def _batched(rows: Iterable[Row], n: int) -> Iterator[list[Row]]:

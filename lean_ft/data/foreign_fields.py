@@ -1,6 +1,6 @@
 """Fields of a row and keys of a message to which other tools give a meaning.
 
-A format reads its own fields (`lean_ft.data.formats`). Of the others, those in these tables raise an error that names the
+A format reads its own fields (`lean_ft.data.formats`), and a content part its own keys (`lean_ft.data.images`). Of the others, those in these tables raise an error that names the
 remedy, because training without them would teach something else. All further fields, such as ids, scores and
 log-probabilities of a reference model, are named once in the report, and so are tools, keys of messages and template
 variables that the chat template does not mention.
@@ -8,9 +8,11 @@ variables that the chat template does not mention.
 Sources: the documentation of TRL, axolotl, LLaMA-Factory, ms-swift, torchtune and OpenAI.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from lean_ft.data.media import kind_of_name, medium_of
 from lean_ft.tokenizers.chat_template import REASONING
 
 _NOT_READ = "only text and images are read. Remove the row, or skip such rows with data.on_bad_row=skip"
@@ -30,6 +32,9 @@ REFUSED_KEYS: dict[str, str] = MEDIA | dict.fromkeys(
     ("mask", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail"), _PARTS
 )
 """Fields of a row and keys of a message, with the remedy."""
+
+_SIZES = re.compile("pixels|^resized_|soft_tokens|image_tokens")  # keys of an image: the limits of its size
+_SIZED = "all images of a run have the same limits. Remove the key; data.image_tokens=N scales larger images down to N tokens"
 
 OTHER_NAMES = {"functions": "tools", "system_prompt": "system", "system_message": "system"}
 """Refused unless the row also has the field that lean_ft reads."""
@@ -51,18 +56,27 @@ def is_given(value: Any) -> bool:
 
 
 def unread_fields(
-    row: Mapping[str, Any], read: Mapping[str, str], readable: Collection[str], columns: Mapping[str, str]
+    row: Mapping[str, Any],
+    read: Mapping[str, str],
+    readable: Collection[str],
+    columns: Mapping[str, str],
+    variables: Collection[str] = (),
 ) -> list[str]:
     """Return the names of a row's fields that are not read.
 
     read: lean_ft's names of the fields that are read -> the row's names; readable: all fields of the format; columns:
-    `data.columns`. Raises ValueError for a field that must not be dropped.
+    `data.columns`; variables: of the chat template that writes the row. Raises ValueError for a field that must not be dropped.
     """
     unread = {name: value for name, value in row.items() if name not in read.values() and is_given(value)}
     asked = [name for name in (*PROMPTS, "conversations") if name in read] if unread else []
     texts = [_text_of(row[read[name]]) for name in asked or ["chosen"] if name in read]
     for name, value in unread.items():
         _refuse(name, value, REFUSED, "the row has the field")
+        if name in variables:
+            raise ValueError(
+                f"the row has the field `{name}`, which is a variable of the chat template. Put it into the row's field "
+                f"`chat_template_kwargs`, or set data.chat_template_kwargs.{name}, or remove the field."
+            )
         if (ours := OTHER_NAMES.get(name)) in readable and ours not in read:
             raise ValueError(f"the row has the field `{name}` and no `{ours}`. Set data.columns.{ours}={name}.")
         is_prompt = name in PROMPTS and isinstance(value, str) and texts and columns.keys().isdisjoint(PROMPTS)
@@ -79,6 +93,27 @@ def unread_fields(
     return list(unread)
 
 
+def refuse_media(fields: Mapping[str, Any], *, of_prompt: bool, has_images: bool, reads_images: bool) -> None:
+    """Raise ValueError if one of the `fields` that are not read is a medium: by its name and its value, or by its content alone.
+
+    of_prompt: the fields are also for rewards, so an image is refused only if its name means one, and video and audio are not;
+    has_images: the row shows an image, so others are further data; reads_images: whether the run reads images.
+    """
+    for name, value in fields.items():
+        named = kind_of_name(name)
+        found = medium_of(value, named) if is_given(value) else None
+        if found is None or (named is None and (of_prompt or not found.is_content)):
+            continue
+        if found.kind != "image" and not of_prompt:
+            raise ValueError(f"the row has the field `{name}`, which looks like {found.kind}, and {_NOT_READ}.")
+        if found.kind == "image" and not has_images:
+            reason = _IMAGE if reads_images else "model.images=none ignores images"
+            remedy = f"Set {'' if reads_images else 'model.images=frozen and '}data.columns.images={name}"
+            raise ValueError(
+                f"the row has the field `{name}`, which looks like an image, and {reason}. {remedy}, or remove or rename the field."
+            )
+
+
 def unwritten(
     messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any], mentioned: frozenset[str]
 ) -> list[str]:
@@ -91,12 +126,27 @@ def unwritten(
     names = [] if tools is None or "tools" in mentioned else ["tools"]
     for key, value in keys.items():
         _refuse(key, value, REFUSED_KEYS, "a message has the key")
+        if (kind := kind_of_name(key)) is not None and medium_of(value, kind):
+            raise ValueError(f"a message has the key `{key}`, and {_IMAGE if kind == 'image' else _NOT_READ}.")
         if key in mentioned or (key in REASONING and not mentioned.isdisjoint(REASONING)):
             continue
         if key in CALLS:
             raise ValueError("the chat template does not write tool calls. Set data.chat_template to one that does.")
         names.append(f"messages.{key}")
     return names + [f"chat_template_kwargs.{name}" for name in variables if name not in mentioned]
+
+
+def refuse_part_keys(keys: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a further key of a content part that must not be dropped. keys: those that are not read."""
+    for key, value in keys.items():
+        kind, found = kind_of_name(key), f"{where} has a content part with the key `{key}`"
+        if _SIZES.search(key):
+            raise ValueError(f"{found}, and {_SIZED}.")
+        if key in MEDIA or (kind is not None and medium_of(value, kind)):
+            raise ValueError(f"{found}. A part is one text or one image: write a part of its own, of the type image.")
+        if value != SWITCHES.get(key, value):
+            raise ValueError(f"{found}, and {_PARTS}.")
+        _refuse(key, value, REFUSED_KEYS, f"{where} has a content part with the key")
 
 
 def _refuse(name: str, value: Any, reasons: Mapping[str, str], found: str) -> None:

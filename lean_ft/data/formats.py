@@ -30,8 +30,16 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_opening, read_tools, read_variables
 from lean_ft.data.columns import Document
-from lean_ft.data.foreign_fields import is_given, unread_fields, unwritten
-from lean_ft.data.images import IMAGE_FIELDS, NO_IMAGES, UnreadableImageError, cuts_an_image, images_of
+from lean_ft.data.foreign_fields import is_given, refuse_media, unread_fields, unwritten
+from lean_ft.data.images import (
+    IMAGE_FIELDS,
+    NO_IMAGES,
+    UnreadableImageError,
+    cuts_an_image,
+    images_of,
+    shows_images,
+    unread_part_keys,
+)
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources
@@ -39,6 +47,7 @@ from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import is_function_path
 from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
+from lean_ft.tokenizers.chat_template import variables_of
 
 NUM_ROWS_TO_DETECT = 16
 SYSTEM_ROLES = ("system", "developer")
@@ -118,6 +127,7 @@ class RowFormat(NamedTuple):
         for name in (*required, *optional):
             theirs = self.columns.get(name, name)
             if theirs in row.fields and (name in required or row.fields[theirs] is not None):
+                row.check(theirs)
                 fields[name] = row.fields[theirs]
             elif name in required:
                 renamed = f" (for `{name}`, by data.columns)" if theirs != name else ""
@@ -285,13 +295,26 @@ class RowReader:
         return ()
 
     def unread(self, row: Row) -> list[str]:
-        """Return the fields of `row` that are not read. Raises ValueError with the row's place for one that matters."""
+        """Return the fields of `row` and the keys of its content parts that are not read. Raises ValueError with the row's place for
+        one that matters."""
         _, columns, fields = self.formats[row.source]
-        if len(row.fields) == len(fields.required):  # most rows
-            return []
         with reading(row):
-            read = {name: columns.get(name, name) for name in self.fields_of(row) if name not in self.unused}
-            return unread_fields(row.fields, read, (*fields.required, *fields.optional), columns)
+            given = self.fields_of(row)
+            keys = unread_part_keys(*given.values())
+            if len(row.fields) == len(fields.required):  # most rows
+                return keys
+            read = {name: columns.get(name, name) for name in given if name not in self.unused}
+            is_chat = fields.chat or (fields.prompts and writes_chats(self.config, self.tokenizer))
+            sources = self.tokenizer.chat_templates.values() if is_chat else ()
+            variables = frozenset[str]().union(*map(variables_of, sources))
+            names = unread_fields(row.fields, read, (*fields.required, *fields.optional), columns, variables)
+            refuse_media(
+                {name: row.fields[name] for name in names},
+                of_prompt=False,
+                has_images=shows_images(given),
+                reads_images=self.tokenizer.image_rules is not None,
+            )
+            return names + keys
 
     def names(self, row: Row) -> Sequence[str]:
         """Return a name for each sequence of `row`, for previews."""
@@ -319,9 +342,10 @@ class RowReader:
         messages, images = images_of(chat.messages, listed)
         if images and self.tokenizer.image_rules is None:
             raise ValueError(NO_IMAGES)
-        passage = self.tokenizer.passage(messages, tools, is_prompt, train_on, chat.untrained, variables)
         unread = unwritten(messages, tools, given, self.tokenizer.template_names)
-        return replace(passage, unread=unread, images=images) if unread or images else passage
+        passage = self.tokenizer.passage(messages, tools, is_prompt, train_on, chat.untrained, variables)
+        unread = dict.fromkeys((*unread, *passage.unread))
+        return replace(passage, unread=tuple(unread), images=images) if unread or images else passage
 
     def passages(self, row: Row) -> list[Passage | Document]:
         """Return the sequences of `row` before truncation. Raises ValueError with the row's place."""

@@ -106,15 +106,15 @@ def _num_patches(grids: Grids) -> int:
 
 
 def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules) -> None:
-    from lean_ft.images.reading import decoded, open_image, size_of  # here, since texts do not need Pillow
+    from lean_ft.images.reading import open_image, read_patches, size_of  # here, since texts do not need Pillow
 
-    with open_image(reference) as image:
+    with open_image(reference, rules) as image:
         if rules.layout(size_of(image)).grids != grids:
             raise ValueError(
                 f"{getattr(image, 'filename', '') or 'an image'} now has {image.width} x {image.height} pixels, another size than when "
                 "its row was prepared. Start the run again."
             )
-        patches[:] = rules.patches(decoded(image))
+        read_patches(image, rules, patches)
 
 
 def longest_images(rules: ImageRules, shape: tuple[int, int], number: int, length: int) -> dict[str, Any]:

@@ -16,11 +16,11 @@ Then the image tokens are repeated, and columns tell where the images of a docum
 | image_ref_lengths | of a document: the number of bytes of each reference                                         |
 
 All documents of a run with images have these columns. Sizes are read from headers, and the rest of a file is only checked, so that a broken
-image drops its row now and does not end a run later. Images are decoded when their batch is built (`lean_ft.data.image_batches`).
+image makes a bad row now and does not end a run later. Images are decoded when their batch is built (`lean_ft.data.image_batches`).
 
 Prepared documents are cached by the content of their source files, and image files are separate: a reference has the size and
 the time of its file. A start whose image files are not as they were prepares the rows anew, and so does every start after rows
-were dropped because of an image (`lean_ft.data.prepare`). A file that changes during a run is an error when it is decoded.
+were skipped because of an image (`lean_ft.data.prepare`). A file that changes during a run is an error when it is decoded.
 
 Source of the positions: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
 """
@@ -28,9 +28,10 @@ Source of the positions: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +39,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT, Columns, Document
-from lean_ft.data.foreign_fields import is_given
+from lean_ft.data.foreign_fields import is_given, refuse_part_keys
+from lean_ft.data.text_files import parse_json
 from lean_ft.images.cuts import Size
+from lean_ft.images.forms import KEYS
 from lean_ft.images.rules import ImageLayout, ImageRules
 from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
@@ -49,14 +52,14 @@ IMAGE_FIELDS = ("images", "image")
 MARK = "<image>"  # the place of an image in a text
 NO_IMAGES = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
 _IMAGE_TYPES = ("image", "image_url", "input_image")
-_IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
+_UNTYPED_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")  # of a part without a type that is an image
 _SKIP = "Remove the row, or skip such rows with data.on_bad_row=skip."
 
 Messages = list[dict[str, Any]]
 
 
 class UnreadableImageError(ValueError):
-    """An image is missing, broken or refused. Its row is dropped, also with `on_bad_row=raise`."""
+    """An image is missing, broken or refused. Its row is a bad row."""
 
 
 class RowImage(NamedTuple):
@@ -68,19 +71,62 @@ class RowImage(NamedTuple):
 
 def read_part(part: Any, where: str) -> dict[str, Any]:
     """Return a content part as {"type": "text", "text"} or {"type": "image", "image"}. The image is None if the part marks its
-    place only.
+    place only; `index` then is its number in the row's images, if the part has one.
 
-    Raises ValueError for another part, such as a video.
+    Raises ValueError for another part, such as a video, and for a key that must not be dropped.
     """
     if isinstance(part, dict):
-        name = part.get("type")
+        name, own = part.get("type"), {key: part[key] for key in KEYS if is_given(part.get(key))}
         if _is_image(part):
-            return {"type": "image", "image": {k: part[k] for k in _IMAGE_KEYS if is_given(part.get(k))} or None}
+            _check_image_part(part, own, where)
+            index = None if own else part.get("index")
+            if index is not None and not (type(index) is int or (type(index) is float and index.is_integer())):
+                raise ValueError(f"{where} has a content part with the `index` {index!r:.40}; expected a whole number.")
+            return {"type": "image", "image": own or None} | ({} if index is None else {"index": int(index)})
         if isinstance(name, str) and any(other in name for other in ("video", "audio")):
             raise ValueError(f"{where} has a content part of the type {name}; only text and images are read. {_SKIP}")
         if isinstance(part.get("text"), str):
+            refuse_part_keys(_further_keys(part), where)
             return {"type": "text", "text": part["text"]}
     raise ValueError(f"{where} has a content part that is neither text nor an image.")
+
+
+def unread_part_keys(*values: Any) -> list[str]:
+    """Return the keys of content parts that are not read. values: of fields that may hold messages, also as JSON."""
+    keys = dict.fromkeys(key for value in values for part in _parts_in(value) for key in _further_keys(part))
+    return [f"messages.content.{key}" for key in keys]
+
+
+def _parts_in(value: Any) -> Iterator[dict[str, Any]]:
+    """The content parts of a field that holds messages, also as JSON; nothing for other values."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[" and '"content"' in value and '"type"' in value:
+        with suppress(ValueError):
+            value = parse_json(value)
+    for message in value if isinstance(value, list) else ():
+        parts = message.get("content", message.get("value")) if isinstance(message, dict) else None
+        yield from (part for part in parts if isinstance(part, dict)) if isinstance(parts, list) else ()
+
+
+def _check_image_part(part: dict[str, Any], own: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a part with the image `own` has more than this image, or keys that must not be dropped."""
+    if len(own) > 1 and own.keys() != {"bytes", "path"}:
+        raise ValueError(f"{where} has a content part with the images {' and '.join(own)}. Keep one of them.")
+    if is_given(part.get("text")):
+        raise ValueError(f"{where} has a content part with an image and a text. Write two parts.")
+    refuse_part_keys(_further_keys(part), where)
+
+
+def _further_keys(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a content part, and of the mappings in it that hold its image, that are not read."""
+    if not _is_image(part):
+        return {key: value for key, value in part.items() if key not in ("type", "text") and is_given(value)}
+    levels: list[Mapping[str, Any]] = [part]
+    for level in levels:
+        levels += [level[key] for key in KEYS if isinstance(level.get(key), Mapping)]
+    read = {"type", "text", "media_type", *KEYS}  # a file's first bytes tell its format
+    if not any(is_given(part.get(key)) for key in KEYS):
+        read.add("index")
+    return {key: value for level in levels for key, value in level.items() if key not in read and is_given(value)}
 
 
 def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
@@ -92,6 +138,8 @@ def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, 
     if given and not _images_in(messages):
         messages = _with_places(messages, len(given))
     images = _images_in(messages)
+    if places := _places_in(messages):
+        return without_images(messages), _by_index(images, places, given)
     if (empty := images.count(None)) != len(given):
         raise ValueError(
             f"the row has {counted(len(given), 'images')} in its field `images`, and {counted(empty, 'empty content parts')} of "
@@ -99,6 +147,13 @@ def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, 
         )
     rest = iter(given)
     return without_images(messages), [next(rest) if image is None else image for image in images]
+
+
+def shows_images(fields: Mapping[str, Any]) -> bool:
+    """Whether a row shows an image, by its fields that are read."""
+    if any(is_given(fields.get(name)) for name in IMAGE_FIELDS):
+        return True
+    return any(_is_image(part) for value in fields.values() for part in _parts_in(value))
 
 
 def without_images(messages: Any) -> Any:
@@ -116,7 +171,9 @@ def without_images(messages: Any) -> Any:
 def _is_image(part: Any) -> bool:
     if not isinstance(part, dict):
         return False
-    return part.get("type") in _IMAGE_TYPES or ("type" not in part and any(is_given(part.get(k)) for k in _IMAGE_KEYS))
+    return part.get("type") in _IMAGE_TYPES or (
+        "type" not in part and any(is_given(part.get(k)) for k in _UNTYPED_KEYS)
+    )
 
 
 def _given(fields: Mapping[str, Any]) -> list[Any]:
@@ -131,6 +188,25 @@ def _images_in(messages: Messages) -> list[dict[str, Any] | None]:
     """The image of each content part that is one; None if the part marks its place only."""
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return [part["image"] for parts in lists for part in parts if part["type"] == "image"]
+
+
+def _places_in(messages: Messages) -> list[Any]:
+    """The `index` of each content part that has one."""
+    lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return [part["index"] for parts in lists for part in parts if "index" in part]
+
+
+def _by_index(images: Sequence[Any], places: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The images of a row whose empty parts have an `index` in the images `given`, counted from 0. Raises ValueError unless all
+    of them have one, and each image has a part."""
+    if len(places) != images.count(None) or {*places} != {*range(len(given))}:
+        raise ValueError(
+            f"the row has {counted(len(given), 'images')} in its field `images`, and its content parts of the type image have the "
+            f"`index` {', '.join(map(str, places))}. Give each empty part an index from 0 to {max(0, len(given) - 1)}, and each "
+            "image a part; or remove `index`."
+        )
+    rest = iter(places)
+    return [given[next(rest)] if image is None else image for image in images]
 
 
 def _with_places(messages: Messages, number: int) -> Messages:
@@ -164,16 +240,35 @@ def _with_places(messages: Messages, number: int) -> Messages:
 
 def read_image(value: Any, folder: Path, rules: ImageRules) -> RowImage:
     """Read the size of a row's image. Raises UnreadableImageError if it is missing or broken, or if the family refuses it."""
-    from lean_ft.images.reading import check, open_image, reference, size_of
+    from lean_ft.images.reading import path_of, reference
 
     try:
         found = reference(value, folder)
-        with open_image(found) as image:
-            layout = rules.layout(size_of(image))
-            check(image)
-            return RowImage(found, layout)
+        size = _read_size(found, rules) if path_of(found) is None else _known_size(found, rules)
+        if isinstance(size, str):
+            raise ValueError(size)
+        return RowImage(found, rules.layout(size))
     except ValueError as error:
         raise UnreadableImageError(str(error)) from None
+
+
+def _read_size(reference: bytes, rules: ImageRules) -> Size | str:
+    """The size of an image, which is checked, or what is wrong with it."""
+    from lean_ft.images.reading import check, open_image, size_of
+
+    try:
+        with open_image(reference, rules) as image:
+            size = size_of(image)
+            check(image)
+            return size
+    except ValueError as error:
+        return str(error)
+
+
+@lru_cache(1 << 12)
+def _known_size(reference: bytes, rules: ImageRules) -> Size | str:
+    """`_read_size`, once for a file that several rows show."""
+    return _read_size(reference, rules)
 
 
 def with_sizes(passage: Passage, folder: Path, rules: ImageRules | None) -> Passage:
@@ -197,7 +292,8 @@ def documents_of(passages: Sequence[Passage | Document], tokenizer: Tokenizer) -
 
 
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
-    """Add the columns of `images` to a document. Raises ValueError if it has another number of image tokens."""
+    """Add the columns of `images` to a document, and train no token in or around an image: behind one that the model writes, no image
+    can come. Raises ValueError if the document has another number of image tokens."""
     is_image = document.ids == image_id
     grids = [grid for image in images for grid in image.layout.grids]
     runs = [run for image in images for run in image.layout.runs]
@@ -218,7 +314,7 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
     }
     return Document(
         document.ids,
-        document.trained,
+        document.trained & ~np.isin(document.ids, list(rules.marks)),
         {**document.per_token, **per_token},
         {**document.per_document, **per_document},
         rules,

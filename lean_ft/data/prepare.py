@@ -29,7 +29,7 @@ from lean_ft.data.images import changed_files, num_images, num_patches
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
-from lean_ft.data.report import UNREADABLE_IMAGE, DataReport
+from lean_ft.data.report import DataReport
 from lean_ft.data.sources import files_of, list_sources, read_rows
 from lean_ft.data.splits import is_sliced
 from lean_ft.hub.paths import resolve_data_path
@@ -319,7 +319,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
         key = f"documents-{hash_of(key, files)}"
         arrays, about = load_entry(folder, key, write)
     report = DataReport(**about["report"])
-    if key is not None and UNREADABLE_IMAGE in report.dropped:  # the next start looks for the image again
+    if key is not None and report.bad_images:  # the next start looks for the image again
         forget_entry(folder, key)
         key = None
     if content is None:

@@ -178,7 +178,7 @@ def stretches_of(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray) -> 
 
 NEWLINE = "↵\n"
 _OTHERS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufdd0-\ufdef\ufeff\ud800-\udfff]"
 )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat
 from lean_ft.data.columns import Document
 from lean_ft.data.documents import renderer_of
-from lean_ft.data.foreign_fields import MEDIA, is_given
+from lean_ft.data.foreign_fields import MEDIA, is_given, refuse_media
 from lean_ft.data.formats import (
     RENAME,
     Fields,
@@ -26,15 +26,19 @@ from lean_ft.data.formats import (
     refuse_in_plain_text,
     writes_chats,
 )
-from lean_ft.data.images import IMAGE_FIELDS, without_images
+from lean_ft.data.images import IMAGE_FIELDS, shows_images, unread_part_keys, without_images
 from lean_ft.data.objective import Objective
 from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import read_rows
-from lean_ft.settings import DataConfig, PromptDataConfig, Sources
+from lean_ft.settings import DataConfig, PromptDataConfig, PromptRowsConfig, Sources
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
+
+# Names under which reward functions and environments get the run's own values (`lean_ft.online.rewards`).
+TAKEN_NAMES = {"prompts", "completions", "prompt_ids", "completion_ids", "ended", "environments", "environment_reward"}
+TAKEN_NAMES |= {"trainer_state", "log_metric", "log_extra"}
 
 
 @dataclass(frozen=True)
@@ -107,16 +111,17 @@ def prompt_rows(
         prompt = Prompt(document.ids.tolist(), "", {}, "", document)
         return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
 
-    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools() or None), longest)
+    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools()), longest)
 
 
 def _read_prompts(
-    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]] | None
+    config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]]
 ) -> tuple[Prompts, list[Prompt] | None]:
     digest = hashlib.blake2b(digest_size=16)
-    (prompts, report), held_out = _read(config.rows, tokenizer, config.source, digest, tools), None
+    rows = config.rows(tools)
+    (prompts, report), held_out = _read(rows, tokenizer, config.source, digest), None
     if config.validation_source is not None:
-        held_out, _ = _read(config.rows, tokenizer, config.validation_source, digest, tools)
+        held_out, _ = _read(rows, tokenizer, config.validation_source, digest)
     elif config.validation_fraction > 0:
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
@@ -135,13 +140,10 @@ def _read_prompts(
     return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
 
 
-def _read(
-    config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any, tools: list[dict[str, Any]] | None
-) -> tuple[list[Prompt], DataReport]:
+def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:
     render = renderer_of(config, tokenizer, source)
-    assert isinstance(render.reader, PromptReader)
-    reader = replace(render.reader, tools=tools)
-    render = replace(render, reader=reader)
+    reader = render.reader
+    assert isinstance(reader, PromptReader)
     report, prompts = render.empty_report(), list[Prompt]()
     for row in read_rows(source, digest, config):
         documents, counts = render([row])
@@ -151,6 +153,8 @@ def _read(
             document = None if tokenizer.image_rules is None else replace(one, trained=np.zeros(len(one), dtype=bool))
             asked, columns = reader.read(row)
             prompts.append(Prompt(one.ids.tolist(), without_images(asked), columns, row.place, document))
+    if tokenizer.image_rules is not None:
+        report.check_images()
     return prompts, report
 
 
@@ -161,11 +165,11 @@ class PromptReader(RowReader):
     known: ClassVar[dict[str, Fields]] = {
         "prompts": Fields((), chat="messages", prompts=(("prompt",),), completion="answer")
     }
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the run's tools."""
 
     def unread(self, row: Row) -> list[str]:
-        return []
+        renamed = self.formats[row.source].columns
+        replaced = [ours for ours, theirs in renamed.items() if ours in row.fields and theirs != ours]
+        return replaced + unread_part_keys(self.read(row)[0])
 
     def columns(self, row: Row) -> dict[str, Any]:
         return self.read(row)[1]
@@ -174,10 +178,16 @@ class PromptReader(RowReader):
         """Return the prompt, a text or messages, and the columns. Raises ValueError with the row's place."""
         columns = self.formats[row.source].columns
         with reading(row):
+            row.check()
             if absent := [f"{ours}={theirs}" for ours, theirs in columns.items() if theirs not in row.fields]:
                 raise ValueError(f"data.columns.{absent[0]}: the row has {names_of(row.fields)}.")
             fields = {name: value for name, value in row.fields.items() if name not in columns.values()}
             fields |= {ours: row.fields[theirs] for ours, theirs in columns.items()}
+            if taken := sorted(TAKEN_NAMES.intersection(fields)):
+                raise ValueError(
+                    f"the rows have the column `{taken[0]}`, and reward functions and environments get another value under this name. "
+                    f"Rename the column in the data, or set data.columns.my_{taken[0]}={columns.get(taken[0], taken[0])}."
+                )
             asked = parse_if_json(fields.pop("prompt", None), "prompt")
             if asked is None and "messages" in fields:
                 asked = read_chat(fields.pop("messages"), "messages").messages
@@ -200,14 +210,21 @@ class PromptReader(RowReader):
             for name in (one for one in MEDIA if one not in IMAGE_FIELDS):
                 if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
                     raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
+            refuse_media(
+                fields,
+                of_prompt=True,
+                has_images=shows_images({**fields, "prompt": asked}),
+                reads_images=self.tokenizer.image_rules is not None,
+            )
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
             read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}
-            if self.tools is not None:
+            assert isinstance(self.config, PromptRowsConfig)
+            if self.config.tools:
                 if is_given(fields.get("tools")):
                     raise ValueError(
                         "the row has `tools`, and the run sets tools.functions or an environment. Remove one of them."
                     )
-                read["tools"] = self.tools
+                read["tools"] = self.config.tools
             return [self.render(chat, read, is_prompt=True)]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:

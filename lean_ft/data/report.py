@@ -25,10 +25,17 @@ ANSWERS = {
         "template write a token at the end of a turn)",
     ),
     "empty_answers": ("empty answers", ""),
+    "developer_chats": (
+        "chats",
+        " with developer messages written as system messages (the template has no role developer)",
+    ),
 }
-COUNTS = ("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens", *ANSWERS)
+COUNTS = (
+    *("rows", "kept", "truncated", "lost_tokens", "bad_rows", "bad_images", "tokens", "target_tokens", "with_images"),
+    *ANSWERS,
+)
 NUM_NAMES_SHOWN = 20
-UNREADABLE_IMAGE = "an image cannot be read"
+MARK_IN_TEXT = "<image> in texts"  # of rows without an image
 
 
 def count(names: Iterable[str], into: dict[str, int]) -> None:
@@ -63,18 +70,24 @@ class DataReport:
     """Chats whose last answer is trained without a token that ends it."""
     empty_answers: int = 0
     """Empty answers, in kept and dropped rows."""
+    developer_chats: int = 0
+    """Chats whose developer messages are written as system messages."""
     joined: dict[str, int] = field(default_factory=dict)
     """Number of prompts and completions rendered without a chat template, by separator."""
     unread: dict[str, int] = field(default_factory=dict)
     """Number of rows or sequences with a field or message key that is not read, by name."""
     columns: dict[str, int] = field(default_factory=dict)
     """Number of rows with a column for rewards, by name."""
+    with_images: int = 0
+    """Rows that show an image."""
+    unseen: dict[str, int] = field(default_factory=dict)
+    """Number of rows without an image that have a field with paths of images, by name, in a run that reads images."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
-    image_examples: list[str] = field(default_factory=list)
-    """Place and error of the first images that cannot be read."""
     bad_rows: int = 0
     """Unreadable rows that were skipped."""
+    bad_images: int = 0
+    """Those with an image that cannot be read."""
     bad_row_examples: list[str] = field(default_factory=list)
     """Place and error of the first bad rows."""
     tokens: int = 0
@@ -132,8 +145,7 @@ class DataReport:
     @property
     def _reasons(self) -> list[str]:
         """Dropped rows by reason."""
-        examples = {UNREADABLE_IMAGE: "; first: " + "; ".join(one.removesuffix(".") for one in self.image_examples)}
-        return [f"{count:,} dropped ({reason}{examples.get(reason, '')})" for reason, count in self.dropped.items()]
+        return [f"{count:,} dropped ({reason})" for reason, count in self.dropped.items()]
 
     @property
     def left_out(self) -> str | None:
@@ -150,17 +162,13 @@ class DataReport:
     def drop(self, reason: str) -> None:
         count([reason], self.dropped)
 
-    def drop_image(self, problem: str) -> None:
-        """Drop a row with an image that cannot be read."""
-        self.drop(UNREADABLE_IMAGE)
-        self.image_examples = [*self.image_examples, problem][:NUM_BAD_ROWS_SHOWN]
-
     def count_passage(self, passage: Passage) -> None:
         """Count a passage's rewritten and empty answers and its separator."""
         self.rewritten_answers += passage.num_rewritten
         self.other_prompts += passage.num_other_prompts
         self.endless_chats += passage.is_endless
         self.empty_answers += passage.num_empty
+        self.developer_chats += passage.developer_as_system
         count(passage.unread, self.unread)
         if passage.joined_by is not None:
             count([passage.joined_by], self.joined)
@@ -200,6 +208,20 @@ class DataReport:
                 "raise data.max_bad_rows."
             )
 
+    def check_images(self) -> None:
+        """Raise ValueError if no row shows an image, but rows have images in other fields or places for images in their texts."""
+        marked = self.unread.get(MARK_IN_TEXT, 0)
+        if self.with_images or self.bad_images or not (self.unseen or marked):
+            return
+        found = f"and {counted(marked, 'rows')} {'has' if marked == 1 else 'have'} {MARK_IN_TEXT}"
+        if self.unseen:
+            name, number = max(self.unseen.items(), key=lambda one: one[1])
+            found = f"while the field `{name}` of {counted(number, 'rows')} looks like paths of images"
+            remedy = f"data.columns.images={name} to read it, or "
+        else:
+            remedy = "data.columns.images=FIELD to read the images of a field, or "
+        raise ValueError(f"no row shows an image, {found}. Set {remedy}model.images=none to train on the texts alone.")
+
     def nothing_left(self) -> str:
         """Explain why no row is left, for an error message."""
         reasons = self._reasons
@@ -211,10 +233,9 @@ class DataReport:
         """Add the counts of `other`, a part of the same source. Packing counts are not added."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("bad_row_examples", "image_examples"):
-            setattr(self, name, (getattr(self, name) + getattr(other, name))[:NUM_BAD_ROWS_SHOWN])
+        self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for name in ("dropped", "joined", "unread", "columns"):
+        for name in ("dropped", "joined", "unread", "columns", "unseen"):
             ours, theirs = getattr(self, name), getattr(other, name)
             ours |= {key: ours.get(key, 0) + number for key, number in theirs.items()}

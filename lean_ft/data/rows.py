@@ -1,7 +1,14 @@
 """Types for a row of data."""
 
+import sys
+from collections.abc import Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from uuid import UUID
+
+from lean_ft.system.foreign_values import plain
 
 IGNORED = -100  # the label of positions that are not trained
 
@@ -24,6 +31,44 @@ class Row(NamedTuple):
     """Error of an unreadable row, which has no fields."""
     folder: Path = Path()
     """Folder of the row's file, to which paths in the row are relative."""
+    refused: Mapping[str, str] = {}
+    """Fields with values that cannot be read, and why. It is an error to read one."""
+
+    def check(self, *names: str) -> None:
+        """Raise ValueError if one of the fields `names`, or any field without names, cannot be read."""
+        if problem := next((self.refused[name] for name in names or self.refused if name in self.refused), None):
+            raise ValueError(problem)
+
+
+def through_gate(row: Row) -> Row:
+    """Return a row whose fields are JSON types and encoded images. Fields that cannot be are `refused`.
+
+    Markers stay: only chat templates, which check their messages, have a use for them.
+    """
+    if row.problem is not None:
+        return row
+    images = getattr(sys.modules.get("PIL.Image"), "Image", bytes)  # without Pillow there are none
+    settings: dict[str, Any] = {"markers": True, "leaves": (bytes, bytearray, memoryview, Path, images)}
+    try:
+        return row._replace(fields=plain(row.fields, "the row", unpacked, **settings))
+    except ValueError:
+        pass
+    fields, refused = dict[str, Any](), dict[str, str]()
+    for name, value in row.fields.items():
+        try:
+            fields |= plain({name: value}, "the row", unpacked, **settings)
+        except ValueError as error:
+            fields[name], refused[name] = value, str(error)
+    return row._replace(fields=fields, refused=refused)
+
+
+def unpacked(value: Any) -> Any:
+    """Return an array as lists, and a date or a decimal number as text. Raises TypeError for other values."""
+    if isinstance(value, date | time | timedelta | Decimal | UUID):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError
 
 
 def kind(value: Any) -> str:

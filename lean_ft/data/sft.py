@@ -80,7 +80,7 @@ class SFTReader(RowReader):
             others = [i for i in chat.untrained if chat.messages[i]["role"] != "assistant"]
             if others:
                 raise ValueError(
-                    f"message {others[0]} has the role {chat.messages[others[0]]['role']}, but `train` or `weight` excludes it "
+                    f"message {others[0] + 1} has the role {chat.messages[others[0]]['role']}, but `train` or `weight` excludes it "
                     "from training; with data.train_on=all, only assistant messages can be excluded."
                 )
         return self.render(chat, fields, self.config.train_on)

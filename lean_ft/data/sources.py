@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
-from lean_ft.data.rows import Digest, Row, kind
+from lean_ft.data.rows import Digest, Row, kind, through_gate
 from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataSource, RowsConfig, Sources
 from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.spelling import nearest
+from lean_ft.system.user_code import Failed, call, copied
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, line_in, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
@@ -117,14 +118,14 @@ def files_of(source: DataSource) -> list[Path] | None:
 
 
 def _read_source(source: DataSource, digest: Digest | None, *, streaming: bool) -> Iterator[Row]:
-    rows = _rows_as_stored(source, digest, streaming=streaming)
+    rows = map(through_gate, _rows_as_stored(source, digest, streaming=streaming))
     if not is_function_path(source.format):
         return rows
     assert source.format is not None
     is_passed = source.format in PASSED  # its results may follow from values outside its source, so they count
     if digest is not None and not is_passed:
         digest.update(file_digest(source.format).encode())
-    return _converted(rows, source.format, digest if is_passed else None)
+    return map(through_gate, _converted(rows, source.format, digest if is_passed else None))
 
 
 def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> Iterator[Row]:
@@ -137,16 +138,19 @@ def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> 
             if row.problem is not None:
                 yield row
                 continue
-            began[0] = time.monotonic()
+            began[0], made, problem = time.monotonic(), None, None
             try:
-                made = convert(dict(row.fields))
-            except Exception as error:
-                began[0] = math.inf
+                made = copied(call(convert, (row.fields,), what=f"data.format={name}"))
+            except Failed as failed:
                 file = Path(name.rpartition(":")[0]).expanduser().resolve()
-                place = line_in(Path(PASSED[name].file) if name in PASSED else file, error)
-                yield row._replace(fields={}, problem=f"data.format: {place}: {type(error).__name__}: {error}")
-                continue
+                place = line_in(Path(PASSED[name].file) if name in PASSED else file, failed.error)
+                problem = f"data.format: {place}: {failed}"
+            except Exception as error:  # of the copy
+                problem = f"data.format={name} returned what cannot be copied ({type(error).__name__}: {error})"
             began[0] = math.inf
+            if problem is not None:
+                yield row._replace(fields={}, problem=problem)
+                continue
             if digest is not None:
                 digest.update(json.dumps(made, default=_plain, skipkeys=True).encode() + b"\n")
             if made is None:

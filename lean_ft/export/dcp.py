@@ -11,13 +11,21 @@ another format for this reason.
 import warnings
 from pathlib import Path
 
-from lean_ft.export.places import Exported, check_destination, check_tower_is_unchanged, read_source, room_for
+from lean_ft.export.places import (
+    Exported,
+    check_destination,
+    check_tower_is_unchanged,
+    read_source,
+    room_for,
+    settings_of_run,
+)
 from lean_ft.models.drafting import lost_drafting
 from lean_ft.models.hf_format import torch_dtype
 from lean_ft.models.saving import write_configs
 from lean_ft.models.source import tensors_on_disk
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.system.whole_files import write_whole
+from lean_ft.training.view import save_view
 
 
 def export_dcp(
@@ -50,7 +58,7 @@ def export_dcp(
             save(dict(tensors), checkpoint_id=temporary, no_dist=True)
         write_configs(model, temporary)
         if tokenizer is not None:
-            tokenizer.save(temporary)
+            save_view(temporary, tokenizer, settings_of_run(folder))
     details = (
         f"{len(tensors)} tensors in {str(model.dtype).removeprefix('torch.')}, "
         f"{num_bytes / 1e9:.3g} GB, with the names of the Hugging Face folder.\n"

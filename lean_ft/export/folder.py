@@ -13,7 +13,15 @@ from pathlib import Path
 
 import torch
 
-from lean_ft.export.places import Exported, check_destination, files_of_model, images_of_run, read_source, room_for
+from lean_ft.export.places import (
+    Exported,
+    check_destination,
+    files_of_model,
+    images_of_run,
+    read_source,
+    room_for,
+    settings_of_run,
+)
 from lean_ft.models import Decoder, load_model, save_model
 from lean_ft.models.drafting import drafting_remark
 from lean_ft.models.hf_format import torch_dtype
@@ -25,6 +33,7 @@ from lean_ft.system.run_directory import TRAINING_STATE_FILE, read_training_stat
 from lean_ft.system.units import parse_bytes
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import checkpoint_bytes
+from lean_ft.training.view import save_view
 
 _NUM_POSITIONS = 32  # tokens of the input for the comparison
 # Weights and arithmetic are equal on both sides; only the order of sums may differ, depending on memory alignment.
@@ -81,7 +90,7 @@ def export_folder(
         with room_for(needed_bytes, destination):
             save_model(model, temporary, max_shard_bytes, whole=keep_vision)
             if tokenizer is not None:
-                tokenizer.save(temporary)
+                save_view(temporary, tokenizer, settings_of_run(folder))
         del model
         gc.collect()
         difference = _compare(

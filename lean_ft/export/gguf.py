@@ -14,17 +14,26 @@ Shapes: I inputs, O outputs, R rank, E experts, V vocabulary, D hidden size.
 
 from collections import Counter
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import Tensor
 
 from lean_ft.export.ollama import modelfile
-from lean_ft.export.places import Exported, check_destination, check_tower_is_unchanged, read_source, room_for
+from lean_ft.export.places import (
+    Exported,
+    check_destination,
+    check_tower_is_unchanged,
+    read_source,
+    room_for,
+    whole_before,
+)
 from lean_ft.generation import stop_ids
 from lean_ft.gguf.header import gguf_package
 from lean_ft.gguf.names import all_tensors, by_side, layout_of, ropes, store
 from lean_ft.gguf.quantize import FORMATS, Mix, check_importance, num_bytes, read_imatrix
 from lean_ft.gguf.splitting import APPROXIMATED
+from lean_ft.gguf.wholes import remark_about_images
 from lean_ft.gguf.write import GGUF_KINDS, gguf_family, model_metadata, write_gguf
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.config_json import kind_of_scores
@@ -44,6 +53,7 @@ from lean_ft.training.checkpoint import small_files_bytes
 
 _WEIGHED = ("q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")  # kinds that use the importance of input features
 _KINDS = ("f32", "f16", "bf16")
+_TOWER = "Export a folder, and then that folder with --gguf: llama.cpp has the tower in a second file."
 _MERGE = "Export the merged model: --merge instead of --adapter."
 
 
@@ -76,7 +86,7 @@ def export_gguf(
     for_ollama = destination.with_name("Modelfile")
     if ollama and (for_ollama.is_dir() or (for_ollama.exists() and not force)):
         raise ValueError(f"{for_ollama} exists. Choose a destination in another folder, or overwrite it with --force.")
-    remark = check_tower_is_unchanged(folder, "a GGUF file")
+    check_tower_is_unchanged(folder, "a GGUF file", _TOWER)
     model, tokenizer, merged = read_source(folder, merge, base)
     if model.config.num_scores:
         of_scores = kind_of_scores(model.config.num_scores)
@@ -105,7 +115,7 @@ def export_gguf(
     if text is not None:
         with write_whole(for_ollama, on_disk=True) as temporary:
             temporary.write_text(text, encoding="utf-8")
-        command = f"ollama create NAME -f {for_ollama}"
+        command = f"ollama create NAME -f {quote(str(for_ollama))}"
     details = f"architecture {family.architecture}, {kind}{mixed}, {len(entries)} tensors, {size}. Try: {command}"
     if errors:
         details += f"\nrelative error of the weights: {errors}"
@@ -119,7 +129,8 @@ def export_gguf(
         )
     if any(layer.gate_sparsity for layer in model.config.layers):
         details += "\nllama.cpp divides the squares of I gates by I - 1 and this model by I, so its log-probabilities differ slightly."
-    return Exported(folder, destination, details + lost_drafting(model.source) + remark, merged)
+    details += lost_drafting(model.source) + _remark_about_images(model, folder, kind)
+    return Exported(folder, destination, details, merged)
 
 
 def export_gguf_adapter(
@@ -138,7 +149,8 @@ def export_gguf_adapter(
     folder, destination = _gguf_destination(source, destination, force)
     if not is_adapter(folder):
         raise ValueError(f"{folder} has a whole model, not an adapter: leave out --adapter.")
-    stored, remark = read_adapter(folder), check_tower_is_unchanged(folder, "a GGUF file")
+    check_tower_is_unchanged(folder, "a GGUF file", _TOWER)
+    stored = read_adapter(folder)
     _check_is_lora(stored)
     model_name = base or find_base(folder)
     model = empty_model(model_name, torch.float32)
@@ -180,7 +192,17 @@ def export_gguf_adapter(
         f"a LoRA adapter of {len(adapter.shapes)} layers for {model_name}, architecture {family.architecture}, {kind}, "
     )
     details += f"{destination.stat().st_size / 1e6:.3g} MB. Try: llama-cli -m BASE.gguf --lora FILE"
-    return Exported(folder, destination, details + remark, None)
+    return Exported(folder, destination, details + _remark_about_images(model, folder, kind), None)
+
+
+def _remark_about_images(model: Decoder, folder: Path, kind: str) -> str:
+    """What llama.cpp needs beside a file of a language model that was part of a model that reads images; "" for other models."""
+    if model.source.part_of or not (name := whole_before(folder)):
+        return remark_about_images(model)
+    return (
+        f"\nThe run took the language model of {name}, and the file has it as a model of its own, for text alone. To read images, export "
+        f"the whole model and then its file: leanft export {folder} FOLDER --keep-vision && leanft export FOLDER FILE --gguf {kind}"
+    )
 
 
 def _check_is_lora(stored: StoredAdapter) -> None:

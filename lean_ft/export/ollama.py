@@ -83,7 +83,13 @@ def modelfile(model: Decoder, tokenizer: Tokenizer, gguf_name: str) -> str:
     ends = sorted(stop_ids(model, tokenizer), key=lambda token_id: (token_id != tokenizer.eos_id, token_id))
     stops += map(tokenizer.token_text, ends)
     lines.append(f"PARAMETER num_ctx {min(model.config.max_positions, _MAX_CONTEXT)}")
-    lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if stop and '"' not in stop]
+    stops = [stop for stop in dict.fromkeys(stops) if stop]
+    if bad := next((stop for stop in stops if '"' in stop or not _is_writable(stop)), None):
+        raise ValueError(
+            f"{tokenizer.folder}: --ollama cannot write {bad!r}, which ends an answer, into a Modelfile. Export without --ollama, "
+            "and write a Modelfile by hand."
+        )
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]
     for name, parameter in _PARAMETERS.items():
         if type(value := settings.get(name)) in (int, float):
             lines.append(f"PARAMETER {parameter} {value}")
@@ -106,8 +112,8 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
 
     try:
         chat = _fixed_texts(render, tokenizer.special_tokens.get("eos_token", ""))
-        texts = "".join((*chat.user, *chat.assistant, chat.prompt, chat.start, *(chat.system or ())))
-        if re.search(r'\{\{|"{3}', texts) or not re.sub(r"\n|\t", "", texts).isprintable():
+        parts = (*chat.user, *chat.assistant, chat.prompt, chat.start, *(chat.system or ()))
+        if any("{{" in part or part.endswith("{") for part in parts) or not _is_writable("".join(parts)):
             raise ValueError("it writes characters that a Modelfile cannot have")
         for system in (None, *(_CONTENTS[:3] if chat.system else ())):
             for turns in (_CONTENTS[:1], _CONTENTS[:3], _CONTENTS):
@@ -119,6 +125,11 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
             f"{error}. Export without --ollama, and write a Modelfile by hand."
         ) from None
     return chat
+
+
+def _is_writable(text: str) -> bool:
+    """Whether Ollama reads a quoted text back: it ends at three quotes, and leaves out control characters."""
+    return '"""' not in text and re.sub(r"[\n\t]", "", text).isprintable()
 
 
 def _fixed_texts(render: _Render, eos: str) -> ChatFormat:

@@ -2,27 +2,32 @@
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
 from lean_ft.peft import MergeReport, is_adapter, load_merged
-from lean_ft.peft.finished_models import find_base, tokenizer_folder
+from lean_ft.peft.finished_models import find_base, tokenizer_folder, tokenizer_of
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from lean_ft.system.redaction import on_one_line
 from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE, read_training_state
 from lean_ft.system.units import gibibytes
-from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
+from lean_ft.system.whole_files import read_json
+from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer
 from lean_ft.training.checkpoint import free_bytes
+from lean_ft.training.view import not_in_files
 
 # Files of an export, which --force may replace. A folder with any other file is never replaced.
 _MODEL_FILES = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
@@ -40,7 +45,8 @@ class Exported:
 
     def __str__(self) -> str:
         merged = f"{self.merged}.\n" if self.merged else ""
-        return f"{merged}exported {gguf_file(self.source) or self.source} to {self.destination}: {self.details}"
+        told = "".join(f"\nNot in the files: {one}." for one in sentences_not_in_files(self.source))
+        return f"{merged}exported {gguf_file(self.source) or self.source} to {self.destination}: {self.details}{told}"
 
 
 def read_source(
@@ -63,8 +69,9 @@ def read_source(
         raise ValueError(f"{folder} has a whole model, not an adapter: leave out --merge.")
     model_folder = resolve_model_path(base or find_base(folder)) if merge else folder
     dtype = dtype or stored_dtype(model_folder)
-    with_tokenizer = tokenizer_folder(folder, model_folder)
-    tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
+    tokenizer = None
+    if tokenizer_folder(folder, model_folder) is not None:
+        tokenizer = tokenizer_of(folder, model_folder, images=None if images == "none" else model_folder)
     if merge:
         model, merged = load_merged(folder, model_folder, dtype=dtype, images=images)
         if model.config.num_scores and tokenizer is not None:  # transformers finds the end of a text by it
@@ -76,21 +83,42 @@ def read_source(
     return model, tokenizer, merged
 
 
+def sentences_not_in_files(folder: Path) -> list[str]:
+    """What no file of an export says about how the run of a checkpoint showed its rows to the model."""
+    settings, rules = settings_of_run(folder), None
+    if settings.get("data.image_tokens") is not None:
+        with suppress(ValueError):  # the base of an adapter is not here
+            of_model = resolve_model_path(find_base(folder), weights=False) if is_adapter(folder) else folder
+            rules = image_rules(of_model, settings["data.image_tokens"])
+    return not_in_files(settings, rules)
+
+
+def settings_of_run(folder: Path) -> dict[str, Any]:
+    """The settings by dotted key of the run that wrote a checkpoint; none for other folders."""
+    return read_training_state(folder)["settings"] if (folder / TRAINING_STATE_FILE).is_file() else {}
+
+
 def images_of_run(folder: Path) -> Literal["none", "frozen", "train"]:
     """`model.images` of the run that wrote a checkpoint; none for other folders."""
-    settings = read_training_state(folder)["settings"] if (folder / TRAINING_STATE_FILE).is_file() else {}
-    images = settings.get("model.images", "none")
+    images = settings_of_run(folder).get("model.images", "none")
     return images if images in ("frozen", "train") else "none"
 
 
-def check_tower_is_unchanged(folder: Path, file: str) -> str:
+def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a folder.") -> str:
     """Return a remark for a `file` that has no vision tower. Raises ValueError if the run trained the tower."""
     if (images := images_of_run(folder)) == "train":
         raise ValueError(
             f"{folder} has a vision tower that was trained, and {file} has the language model alone, which was trained with that "
-            "tower. Export a folder."
+            f"tower. {remedy}"
         )
     return "" if images == "none" else f"\n{file} has the language model alone, without its vision tower."
+
+
+def whole_before(folder: Path) -> str:
+    """The model_type of the folder on this machine from which a run took a language model; "" if it was no model that reads images."""
+    base = settings_of_run(folder).get("model.path")
+    name = read_json(Path(base).expanduser() / "config.json").get("model_type") if isinstance(base, str) else None
+    return name if name in MULTIMODAL and name != read_json(folder / "config.json").get("model_type") else ""
 
 
 def files_of_model(folder: Path) -> Iterator[Path]:
@@ -119,6 +147,8 @@ def check_destination(destination: Path, source: Path, force: bool) -> None:
 
     Only an earlier export (a model folder or a .gguf file) may be replaced, and only with `force`.
     """
+    if on_one_line(str(destination)) != str(destination):  # a Modelfile and a model card name it
+        raise ValueError(f"the destination {str(destination)!r} has control characters. Choose another name.")
     there, model = destination.resolve(), source.resolve()
     if there == model or there in model.parents or model in there.parents:
         raise ValueError(

@@ -15,6 +15,7 @@ Shapes: N targets of all documents, k stored tokens, M documents.
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     if are_right and all(isinstance(text, str) for text in texts):
         return about
     raise ValueError(
-        f"distill.cached={folder} is not a folder of a teacher's predictions. Write one: leanft score MODEL FILE {folder} "
+        f"distill.cached={folder} is not a folder of a teacher's predictions. Write one: leanft score MODEL FILE {quote(str(folder))} "
         "--top-k 64"
     )
 

@@ -58,7 +58,7 @@ class CallingTurn:
         whole, self.calls = self._turns.read(self._ids)
         if self.calls and not any(call.error for call in self.calls):
             self.tool_calls = [_as_message(call) for call in self.calls[: None if self._parallel else 1]]
-            whole = whole.removeprefix(self._turns.read(self.begun).content).lstrip() if self.begun else whole
+            whole = whole.removeprefix(self._turns.before_calls(self.begun)).lstrip() if self.begun else whole
         else:
             whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         whole = before_stop(whole, stop_texts)

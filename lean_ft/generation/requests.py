@@ -3,6 +3,7 @@
 Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` and `chat_template_kwargs` as in vLLM.
 """
 
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,9 +21,9 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from lean_ft.images.forms import KEYS, as_url, is_data_url
 from lean_ft.system.spelling import did_you_mean
 
-MOST_PIXELS = 1 << 26  # of an image
 MOST_TOOLS = 128  # in a request, and calls in a message
 # Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
 # `ChatRequest` lacks are refused.
@@ -65,13 +66,27 @@ class _Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class _TextPart(_Fields):
+class _Part(_Fields):
+    cache_control: dict[str, Any] | None = None  # for other servers' caches
+
+
+class _TextPart(_Part):
     type: Literal["text"]
     text: str
 
 
 def _as_object(url: Any) -> Any:
     return {"url": url} if isinstance(url, str) else url
+
+
+def _as_image_url(part: Any) -> Any:
+    """A part with an image in another form, such as Anthropic's, as the part `image_url`."""
+    if not isinstance(part, dict) or part.get("type") not in ("image", "input_image"):
+        return part
+    image = {name: value for name, value in part.items() if name in KEYS}
+    detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
+    others = {name: value for name, value in part.items() if name not in (*KEYS, "type", "detail")}
+    return {"type": "image_url", "image_url": {"url": as_url(image), **detail}, **others}
 
 
 class _ImageURL(_Fields):
@@ -81,14 +96,14 @@ class _ImageURL(_Fields):
     @field_validator("url")
     @classmethod
     def _has_data(cls, url: str) -> str:
-        if not url[:5].lower() == "data:":
+        if not is_data_url(url := as_url(url)):
             raise ValueError(
                 "expected a data URL, as in data:image/png;base64,...; this server fetches no URL and reads no file"
             )
         return url
 
 
-class _ImagePart(_Fields):
+class _ImagePart(_Part):
     type: Literal["image_url"]
     image_url: Annotated[_ImageURL, BeforeValidator(_as_object)]
 
@@ -97,7 +112,10 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
+_AnyPart = Annotated[
+    Annotated[_TextPart | _ImagePart, Field(discriminator="type")],
+    BeforeValidator(_as_image_url),
+]
 
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +166,7 @@ class Message(_Fields):
     """One message of a chat. Clients send an assistant's empty fields back, so these are accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Part], BeforeValidator(_as_parts), Field(max_length=1000)]
+    content: Annotated[list[_AnyPart], BeforeValidator(_as_parts), Field(max_length=1000)]
     name: Annotated[str, Field(max_length=64)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
@@ -293,14 +311,11 @@ class ChatRequest(_Fields):
         return [url for message in self.messages for url in message.images]
 
     def check_sizes_of_images(self) -> None:
-        """Raise ValueError for an image that has too many pixels to decode, or that cannot be opened."""
+        """Raise ValueError for an image that would take too much memory to decode, or that cannot be opened."""
         from lean_ft.images.reading import open_image, reference  # here, since texts do not need Pillow
 
         for url in self.images:
-            with open_image(reference(url, Path())) as image:
-                if image.width * image.height > MOST_PIXELS:
-                    size = f"{image.width} x {image.height} pixels"
-                    raise ValueError(f"an image has {size}; the limit is {MOST_PIXELS} pixels.")
+            open_image(reference(url, Path())).close()
 
     @classmethod
     def read(cls, body: bytes) -> Self:
@@ -324,16 +339,27 @@ class ChatRequest(_Fields):
             raise _refusal(error) from None
 
 
+def _in_words(path: str) -> str:
+    """`messages.0.content` as `message 1, content`: messages and other items are counted from 1, as in all errors."""
+    names = {"messages": "message", "tools": "tool", "tool_calls": "tool call", "content": "content part"}
+
+    def counted(found: re.Match[str]) -> str:
+        return f"{names.get(found[1], found[1])} {int(found[2]) + 1}{found[3] and ', '}"
+
+    return re.sub(r"(\w+)\.(\d+)(\.|$)", counted, path)
+
+
 def _refusal(error: ValidationError) -> Refused:
     first = error.errors(include_url=False)[0]
     parts = (part for part, _ in groupby(map(str, first["loc"])))  # the type of a content part is often a field too
     name = ".".join(parts)[:100]
+    place = _in_words(name)
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(name, ChatRequest.model_fields)
-        return Refused(400, f"unknown field: {name}.{hint}", "unknown_parameter", name)
+        return Refused(400, f"unknown field: {place}.{hint}", "unknown_parameter", name)
     if first["type"] == "missing":
-        return Refused(400, f"{name} is missing.", None, name)
+        return Refused(400, f"{place} is missing.", None, name)
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
     if first["type"] == "model_type":
         expected = "expected an object"
-    return Refused(400, f"{name} is {first['input']!r:.60}: {expected}.", None, name)
+    return Refused(400, f"{place} is {first['input']!r:.60}: {expected}.", None, name)

@@ -234,9 +234,12 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
         return [{"prompt": line} for line in lines if line.strip()]
     rows = list(read_rows(str(file)))
     if _is_chat([row.fields for row in rows]):
+        for row in rows:
+            row.check()
         return [{"messages": [row.fields for row in rows]}]
     for row in rows:
         try:
+            row.check()
             _asked(row.fields)
         except ValueError as error:
             raise ValueError(f"{row.place}: {row.problem or error}") from None
@@ -301,6 +304,8 @@ def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str
         passage = tokenizer.continued(messages, tools, kwargs)
     else:
         passage = tokenizer.passage(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)
+    if "tools" in passage.unread:
+        raise ValueError("the chat template does not write tools. Remove `tools`, or use a model that calls tools.")
     passage = with_sizes(replace(passage, images=images), folder, tokenizer.image_rules)
     return documents_of([passage], tokenizer)[0]
 
@@ -310,9 +315,9 @@ def _messages(asked: str | Messages) -> list[dict[str, Any]]:
     if isinstance(asked, str):
         return [{"role": "user", "content": asked}]
     messages = [dict(message) for message in asked]
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, start=1):
         if isinstance(message.get("content"), list):
-            message["content"] = read_content(message["content"], message, f"messages[{number}]")
+            message["content"] = read_content(message["content"], message, f"message {number}")
     return messages
 
 

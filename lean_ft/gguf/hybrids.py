@@ -68,16 +68,21 @@ def _ungrouped(config: "DecoderConfig") -> StoredAs:
 
 
 def _delta_rule_metadata(model: "Decoder") -> dict[str, Any]:
-    config, recurrent = model.config, [layer.mixer is not None for layer in model.config.layers]
-    fraction = next((layer.rope.rotary_fraction for layer in config.layers if layer.rope is not None), 1.0)
-    frequencies = int(config.head_dim * fraction) // 2
+    recurrent = [layer.mixer is not None for layer in model.config.layers]
     return {
-        "attention.head_count_kv": config.num_kv_heads,
+        "attention.head_count_kv": model.config.num_kv_heads,
         "attention.recurrent_layers": recurrent,
         "full_attention_interval": recurrent.index(False) + 1 if False in recurrent else len(recurrent) + 1,
-        # Of time, height and width, which are equal for text.
-        "rope.dimension_sections": [(frequencies + 2) // 3, (frequencies + 1) // 3, frequencies // 3, 0],
     }
+
+
+def _with_sections(model: "Decoder") -> dict[str, Any]:
+    """llama.cpp needs the sections of time, height and width, which are equal for text, even if config.json has none."""
+    config = model.config
+    fraction = next((layer.rope.rotary_fraction for layer in config.layers if layer.rope is not None), 1.0)
+    frequencies = int(config.head_dim * fraction) // 2
+    sections = [(frequencies + 2) // 3, (frequencies + 1) // 3, frequencies // 3, 0]
+    return {**_delta_rule_metadata(model), "rope.dimension_sections": sections}
 
 
 def _delta_rule_config(facts: Facts) -> dict[str, Any]:
@@ -268,7 +273,7 @@ _DELTA_RULE = GGUFFamily(
     config=lambda facts: {**qwen_config(facts), **_delta_rule_config(facts)},
 )
 _QWEN3_5 = _DELTA_RULE._replace(
-    architecture="qwen35moe", class_name="Qwen3_5Moe",
+    architecture="qwen35moe", class_name="Qwen3_5Moe", metadata=_with_sections,
     changes={
         **_DELTA_RULE.changes, "linear_attn.A_log": lambda config: StoredAs((("decay",), *_tiled(config))),
         "linear_attn.dt_bias": lambda config: StoredAs(_tiled(config), ("linear_attn.dt_proj.bias",)),

@@ -127,8 +127,9 @@ def layout_of(name: str, model: "Decoder", family: GGUFFamily) -> tuple[tuple[St
     places = [name] if given is None else [name.replace(part, other) for other in given]
     num_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads}
     turned = next((number for part, number in num_heads.items() if places and part in places[0]), None)
-    if turned is not None and family.pairs_neighbors and not rope.interleaved:
-        steps = (*steps, ("pair", turned, int(config.head_dim * rope.rotary_fraction)))
+    if turned is not None and family.pairs_neighbors != rope.interleaved:
+        change = "pair" if family.pairs_neighbors else "unpair"
+        steps = (*steps, (change, turned, int(config.head_dim * rope.rotary_fraction)))
     names, found = _names(family.architecture, config.num_layers), []
     for place in places:
         spellings = (model.source.module_name(place, in_whole=False), place)
@@ -276,6 +277,7 @@ STEPS = {
     "squeeze": _Directions(lambda x, dim: x.squeeze(dim), lambda x, dim: x.unsqueeze(dim)),
     "transpose": _Directions(lambda x: x.mT, lambda x: x.mT),
     "pair": _Directions(_pair, lambda x, *numbers: _pair(x, *numbers, halves=(-1, 2))),
+    "unpair": _Directions(lambda x, *numbers: _pair(x, *numbers, halves=(-1, 2)), _pair),
     "tile": _Directions(_tile, lambda x, dim, first, outer, inner: _tile(x, dim, first, inner, outer)),
     "ungroup": _Directions(_ungroup, _group),
     "split": _Directions(

@@ -134,6 +134,10 @@ def _stablelm_config(facts: Facts) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _parallel(model: "Decoder") -> dict[str, Any]:
+    return {"use_parallel_residual": model.config.norm_placement.startswith("parallel")}
+
+
 def _queries_first(config: "DecoderConfig") -> StoredAs:
     return StoredAs((("ungroup", config.num_heads, *[config.head_dim] * 3),))
 
@@ -267,10 +271,12 @@ DENSE = {
     "olmo": GGUFFamily("olmo", "Olmo", config=_olmo_config, whole_heads=True, norm_eps=_LAYER_NORM_EPS, pairs_neighbors=True),
     "stablelm": GGUFFamily(
         "stablelm", "StableLm", config=_stablelm_config, tied=False, whole_heads=True, norm_eps=_LAYER_NORM_EPS,
+        metadata=_parallel,
     ),
     "nemotron": GGUFFamily(
         "nemotron", "Nemotron", changes={"norm.weight": PLUS_ONE}, config=biases, tied=False, whole_heads=True,
         norm_eps=("attention.layer_norm_epsilon", "norm_eps"),
+        metadata=lambda model: {"attention.layer_norm_rms_epsilon": float(model.config.norm_eps)},  # as llama.cpp's converter
     ),
     "starcoder2": GGUFFamily(
         "starcoder2", "Starcoder2", whole_heads=True, norm_eps=("attention.layer_norm_epsilon", "norm_epsilon"),
@@ -279,7 +285,7 @@ DENSE = {
     "gpt_neox": GGUFFamily(
         "gptneox", "GPTNeoX", changes={"self_attn.qkv_proj": _queries_first}, tied=False, whole_heads=True,
         config=lambda facts: {"use_parallel_residual": facts.count("use_parallel_residual", 1) == 1, "hidden_act": "gelu_new"},
-        metadata=lambda model: {"use_parallel_residual": model.config.norm_placement == "parallel_normed"}, norm_eps=_LAYER_NORM_EPS,
+        metadata=_parallel, norm_eps=_LAYER_NORM_EPS,
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2._replace(architecture="starcoder", class_name="GPTBigCode"),

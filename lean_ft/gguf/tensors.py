@@ -15,8 +15,9 @@ import torch
 from lean_ft.gguf.cache import GGUF_INDEX
 from lean_ft.gguf.header import Facts, TensorPlace, num_rows
 from lean_ft.gguf.names import all_tensors, architecture_metadata, divisors_of, is_exact, layout_of, load
-from lean_ft.gguf.open import GGUF_FAMILIES, USE_FOLDER
+from lean_ft.gguf.open import USE_FOLDER
 from lean_ft.gguf.rows import GGUFFamily, Step
+from lean_ft.gguf.wholes import row_of
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.system.shards import Part
 from lean_ft.system.whole_files import read_json
@@ -45,9 +46,7 @@ def gguf_tensors(folder: Path, model: "Decoder") -> dict[str, StoredTensor]:
     tensors = {
         name: TensorPlace(kind, tuple(shape), *place) for name, (kind, shape, *place) in index["tensors"].items()
     }
-    facts, family = Facts(file, index["metadata"], tensors), GGUF_FAMILIES[model.source.config["model_type"]]
-    if family.architecture_of is not None:
-        family = family._replace(architecture=family.architecture_of(model.config))
+    facts, family = Facts(file, index["metadata"], tensors), row_of(model)
     _check_metadata(facts, architecture_metadata(model, family), index["read"])
     _check_tensors(facts, model, family)
     return dict(_stored_parameters(facts, model, family))

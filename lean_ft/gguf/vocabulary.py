@@ -12,7 +12,7 @@ other ids. Source: llama.cpp, docs and src/llama-vocab.cpp.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,17 @@ from lean_ft.tokenizers.tiktoken_model import is_rank_file
 
 _NOT_IN_UTF8 = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}  # the letters of bytes are printable
 _ADDED_TOKEN_SCORE = -1000.0
+# Kinds of special tokens besides bos and eos, and llama.cpp's names for them, as it spells them.
+_SPECIAL = {"unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls", "mask": "mask"}
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _PROBE = "a  b ﬁ½ ™"  # decodes differently if the tokenizer changes spaces or letters
 
 
-def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> dict[str, Any]:
-    """Return the metadata of a tokenizer, filled up to `vocab_size` tokens. `ends`: ids that end an answer, beside eos.
+def tokenizer_metadata(
+    tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the metadata of a tokenizer, filled up to `vocab_size` tokens. `ends`: ids that end an answer, beside eos. `config`: the
+    model's config.json, whose special tokens count if the tokenizer names none.
 
     Raises ValueError if no tokenizer of llama.cpp gives the same ids.
     """
@@ -66,21 +71,32 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int
             types[token_id] = CONTROL if token in tokenizer.control_tokens else USER_DEFINED
     found |= {"tokens": tokens, "token_type": types}
     found |= {"add_bos_token": tokenizer.adds_bos, "add_eos_token": tokenizer.adds_eos, **more}
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    ids = _special_ids(tokenizer, vocab_size, config)
     # llama.cpp stops at three tokens. Those that end a turn in the chat template come first.
-    ends = sorted({*ends} - {tokenizer.eos_id}, key=lambda end: (end not in tokenizer.turn_ends, end))
-    ids |= dict(zip(("eot_token_id", "eom_token_id"), ends, strict=False))
-    # Not tokenizer.pad_id, which may be any token if the tokenizer names none.
-    for key, special in (("unknown_token_id", "unk_token"), ("padding_token_id", "pad_token")):
-        token = tokenizer.special_tokens.get(special)
-        ids[key] = None if token is None else tokenizer.token_id(token)
-    found |= {key: token_id for key, token_id in ids.items() if token_id is not None}
+    ends = sorted({*ends} - {ids.get("eos")}, key=lambda end: (end not in tokenizer.turn_ends, end))
+    ids |= dict(zip(("eot", "eom"), ends, strict=False))
+    found |= {f"{kind}_token_id": token_id for kind, token_id in ids.items()}
     metadata: dict[str, Any] = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
     named = [name for name in tokenizer.chat_templates if name != "default"]
     for name, template in tokenizer.chat_templates.items():
         key = f"tokenizer.chat_template.{name}" if name in named else "tokenizer.chat_template"
         metadata[key] = without_generation_tags(template)
     return metadata | ({"tokenizer.chat_templates": named} if named else {})
+
+
+def _special_ids(tokenizer: Tokenizer, vocab_size: int, config: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of special tokens by llama.cpp's names. Without one of eos, llama.cpp takes token 11 of a byte-level tokenizer."""
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    for kind in _SPECIAL:  # not tokenizer.pad_id, which may be any token if the tokenizer names none
+        token = tokenizer.special_tokens.get(f"{kind}_token")
+        ids[kind] = None if token is None else tokenizer.token_id(token)
+    found = {}
+    for kind, token_id in ids.items():
+        if token_id is None:
+            token_id = config.get(f"{kind}_token_id")
+        if type(token_id) is int and 0 <= token_id < vocab_size:
+            found[_SPECIAL.get(kind, kind)] = token_id
+    return found
 
 
 def _from_byte_level(spec: dict[str, Any], folder: Path) -> tuple[list[str], list[int], str, list[str]]:

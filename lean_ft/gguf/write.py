@@ -19,6 +19,7 @@ from lean_ft.gguf.open import GGUF_FAMILIES, config_of
 from lean_ft.gguf.quantize import FORMATS, Errors, num_bytes, quantize
 from lean_ft.gguf.rows import REFUSED, GGUFFamily
 from lean_ft.gguf.vocabulary import tokenizer_metadata
+from lean_ft.gguf.wholes import row_of
 from lean_ft.models import Decoder, DecoderConfig, decoder_config
 from lean_ft.tokenizers import Tokenizer
 
@@ -28,8 +29,8 @@ GGUF_KINDS = {
 }  # fmt: skip
 
 _AGAIN = " Download the file again."
-# Fields of the configuration that change no number of the forward pass, or none beyond rounding.
-_WITHOUT_EFFECT = {"initializer_range", "router_aux_loss_coef"}
+# Fields of the configuration that change no number of the forward pass, or none beyond rounding; of text, positions on three axes.
+_WITHOUT_EFFECT = {"initializer_range", "router_aux_loss_coef", "axes"}
 # The file has the divisors of frequencies that these fields of RopeConfig give.
 _IN_DIVISORS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "attention_factor"}
 
@@ -44,10 +45,8 @@ def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
             f"{folder}: --gguf supports the families {', '.join(GGUF_FAMILIES)}, but this is {name}. Export a Hugging Face "
             "folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
         )
-    family = GGUF_FAMILIES[name]
-    name = next(other for other, row in GGUF_FAMILIES.items() if row is family)  # mistral is read as llama
-    if family.architecture_of is not None:
-        family = family._replace(architecture=family.architecture_of(model.config))
+    family = row_of(model)
+    name = next(other for other, row in GGUF_FAMILIES.items() if row is GGUF_FAMILIES[name])  # mistral is read as llama
     if without := [key for key, (field, _) in family.numbers.items() if getattr(model.config, field) is None]:
         raise ValueError(f"{folder} has no {without[0]}, which llama.cpp's architecture {family.architecture} needs.")
     is_computed = f"{folder}: llama.cpp's architecture {family.architecture} does not compute the model"
@@ -102,7 +101,7 @@ def model_metadata(
         metadata["general.quantization_version"] = 2
     for key, value in architecture_metadata(model, family).items():
         metadata[key if key.startswith("xielu.") else f"{family.architecture}.{key}"] = value  # as llama.cpp names them
-    return metadata | tokenizer_metadata(tokenizer, model.config.vocab_size, ends)
+    return metadata | tokenizer_metadata(tokenizer, model.config.vocab_size, ends, model.source.config)
 
 
 def write_gguf(

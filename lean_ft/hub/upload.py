@@ -6,18 +6,19 @@ repository never has a partial upload. The client uploads (Xet or LFS) and reads
 """
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from lean_ft.export.places import files_of_model
+from lean_ft.export.places import files_of_model, sentences_not_in_files
 from lean_ft.hub.errors import DownloadFailed, explained
 from lean_ft.hub.paths import repository_name
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system.installation import install_command
-from lean_ft.system.redaction import redact
+from lean_ft.system.redaction import on_one_line, redact
 from lean_ft.system.run_directory import METRICS_FILE, NAME, read_rows, read_starts
 from lean_ft.system.units import gibibytes, number
 from lean_ft.training.curves import draw_curves
@@ -123,18 +124,20 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
     lines = [f"# {repo.partition('/')[2]}", ""]
     if starts and run is not None:
         facts = starts[-1]
-        lines += [
-            f"{kind} `{base}`, trained with lean_ft's recipe `{facts.get('recipe')}` ({folder.name} of the run).",
-            "",
-        ]
+        recipe, name = _code(facts.get("recipe")), _escaped(folder.name)
+        lines += [f"{kind} {_code(base)}, trained with lean_ft's recipe {recipe} ({name} of the run).", ""]
         lines += [*_table(_results(run, folder)), ""]
         if has_picture:
             lines += [f"![Curves of the run]({_PICTURE})", ""]
+        if told := sentences_not_in_files(folder):
+            lines += ["## Use", "", *(f"- {sentence[0].upper()}{sentence[1:]}." for sentence in told), ""]
         keys = [key for key, value in settings.items() if key.startswith("data.") and "source" in key and value]
-        lines += ["## Data", "", *(f"- `{key}`: `{json.dumps(settings[key])}`" for key in keys), ""]
-        lines += ["## Settings", "", "```yaml", to_yaml(settings).rstrip(), "```", ""]
+        lines += ["## Data", "", *(f"- {_code(key)}: {_code(json.dumps(settings[key]))}" for key in keys), ""]
+        values = to_yaml(settings).rstrip()
+        fence = _fence(values, 3)
+        lines += ["## Settings", "", f"{fence}yaml", values, fence, ""]
         known = [fact for fact in _FACTS if facts.get(fact) is not None]
-        lines += ["## Versions", "", *(f"- {fact}: {facts[fact]}" for fact in known), ""]
+        lines += ["## Versions", "", *(f"- {fact}: {_escaped(facts[fact])}" for fact in known), ""]
     return redact(f"---\n{to_yaml(head)}---\n\n" + "\n".join(lines))
 
 
@@ -157,4 +160,21 @@ def _results(run: Path, folder: Path) -> dict[str, str]:
 
 
 def _table(results: dict[str, str]) -> list[str]:
-    return ["| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in results.items())]
+    return ["| | |", "|---|---:|", *(f"| {_escaped(name)} | {value} |" for name, value in results.items())]
+
+
+def _escaped(text: Any) -> str:
+    """Foreign text as Markdown that shows it, redacted first, since a secret between backslashes is not found."""
+    return re.sub(r"([\\`*{}\[\]<>|#~$&])", r"\\\1", on_one_line(redact(str(text))))
+
+
+def _code(text: Any) -> str:
+    """Foreign text as a code span of Markdown."""
+    text = on_one_line(str(text))
+    fence = _fence(text, 1)
+    return f"{fence}{text}{fence}" if fence == "`" else f"{fence} {text} {fence}"
+
+
+def _fence(text: str, least: int) -> str:
+    """More backticks than any in `text`, and at least `least`."""
+    return "`" * max([least - 1, *map(len, re.findall("`+", text))]) + "`"

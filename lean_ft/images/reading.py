@@ -7,36 +7,29 @@ Left out: URLs, which are never fetched, and an EXIF orientation stored after th
 as long as decoding the image.
 """
 
-import base64
+import errno
 import io
 import os
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import TiffImageFile
 
+from lean_ft.images import decoding_limits as limits
 from lean_ft.images.cuts import Size
+from lean_ft.images.decoding_limits import RefusedImage
+from lean_ft.images.forms import MAX_BYTES, image_in, short
+from lean_ft.images.pixels import Upright, check_colors, is_gray, is_upright, orientation
+from lean_ft.images.rules import ImageRules
 
-MAX_PIXELS = 1 << 28  # by the header; a larger image is refused before it is decoded
-MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # JPEG opens MPO too
-_STRIP_PIXELS = 1 << 22
-_ORIENTATION = 0x0112
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_WEBP = (b"RIFF", b"WEBP")
 
 Image.MAX_IMAGE_PIXELS = None  # open_image has its own limit, and needs no warning
 warnings.filterwarnings("ignore", module=r"PIL\.")  # broken metadata, which nothing here reads
@@ -45,51 +38,60 @@ warnings.filterwarnings("ignore", module=r"PIL\.")  # broken metadata, which not
 def reference(value: Any, folder: Path) -> bytes:
     """The reference of an image in a row.
 
-    value: a path, relative to `folder`; a data URL; encoded bytes; an image of Pillow, which is stored as PNG; or a mapping
-    that has one of these as `bytes`, `path`, `url`, `image` or `image_url`, or base64 text as `base64`.
+    value: a path, relative to `folder`; a data URL; base64 text; encoded bytes; an image of Pillow, which is stored as PNG; or an
+    object that has one of these (`lean_ft.images.forms`).
 
     The image is not opened. Raises ValueError for any other value, a missing file and an http URL.
     """
-    while isinstance(value, Mapping):
-        found = [key for key in ("bytes", "base64", "url", "path", "image", "image_url") if value.get(key) is not None]
-        if not found:
-            keys = _short(list(value))
-            raise ValueError(f"an image is a mapping of {keys}; expected bytes, base64, url, path or image.")
-        value = _from_base64(value["base64"]) if found[0] == "base64" else value[found[0]]
+    value = image_in(value)
     if isinstance(value, Image.Image):
         value = _as_png(value)
-    if isinstance(value, str) and value[:5].lower() == "data:":
-        value = _from_data_url(value)
     if isinstance(value, bytes | bytearray | memoryview):
         if len(value) > MAX_BYTES:
             raise ValueError(f"an image has {len(value)} bytes; the limit is {MAX_BYTES >> 20} MiB.")
         return b"data:" + bytes(value)
     if isinstance(value, str) and value.lower().startswith(("http://", "https://")):
-        raise ValueError(f"an image is the URL {_short(value)}. URLs are not fetched: download the image first.")
+        raise ValueError(f"an image is the URL {short(value)}. URLs are not fetched: download the image first.")
     if not isinstance(value, str | Path) or value == "":
-        raise ValueError(f"an image is {_short(value)}; expected a path, a data URL or the bytes of an image file.")
+        raise ValueError(
+            f"an image is {short(value)}; expected a path, a data URL, base64 text or the bytes of an image file."
+        )
     path = os.path.abspath(folder / str(value).removeprefix("file://"))
     status = _file_status(path)
     return b"file:%d:%d:%s" % (status.st_size, status.st_mtime_ns, os.fsencode(path))
 
 
-def open_image(reference: bytes) -> Image.Image:
+def open_image(reference: bytes, rules: ImageRules | None = None) -> Image.Image:
     """Open an image without decoding it. Close it, or use it as a context manager.
 
-    Raises ValueError if it is unreadable or too large, or if its file changed since its reference was made.
+    rules: of the model that reads it, so that its memory for resizing counts. A JPEG beyond the limits is opened at a lower size.
+    Raises ValueError if the image is unreadable or takes too much memory, or if its file changed since its reference was made.
     """
     kind, _, rest = reference.partition(b":")
     if kind == b"data":
-        name, source = "the image", io.BytesIO(rest)
+        name, num_bytes = "the image", len(rest)
     else:
         size, time, path = rest.split(b":", 2)
-        name = source = os.fsdecode(path)
-        status = _file_status(source)
-        if (status.st_size, status.st_mtime_ns) != (int(size), int(time)):
+        name, num_bytes = os.fsdecode(path), int(size)
+        status = _file_status(name)
+        if (status.st_size, status.st_mtime_ns) != (num_bytes, int(time)):
             raise ValueError(f"{name}: the image changed after the data was prepared. Prepare the data again.")
     with _plain_errors(name):
-        image = Image.open(source, formats=FORMATS)
-    return _checked(image, name)
+        _check_canvas(rest[:30] if kind == b"data" else _start_of(name))
+        image = Image.open(io.BytesIO(rest) if kind == b"data" else name, formats=FORMATS)
+    try:
+        with _plain_errors(name):
+            check_colors(image)
+            limits.fit(image, num_bytes)
+            limits.check_need(_whole_bytes(image), num_bytes)
+        if rules is not None:
+            needed = _working_bytes(image, rules)  # raises the family's own errors
+            with _plain_errors(name):
+                limits.check_need(needed, num_bytes)
+    except BaseException:
+        image.close()
+        raise
+    return image
 
 
 def path_of(reference: bytes) -> str | None:
@@ -100,7 +102,7 @@ def path_of(reference: bytes) -> str | None:
 def size_of(image: Image.Image) -> Size:
     """The upright size, from the header alone."""
     width, height = image.size
-    return Size(height, width) if _orientation(image) >= 5 else Size(width, height)
+    return Size(height, width) if orientation(image) >= 5 else Size(width, height)
 
 
 def check(image: Image.Image) -> None:
@@ -108,72 +110,85 @@ def check(image: Image.Image) -> None:
 
     A JPEG is decoded at an eighth of its size, the checksums of a PNG are compared, and any other image is decoded.
     """
-    with _plain_errors(getattr(image, "filename", "") or "the image"):
+    with _plain_errors(_name_of(image)):
         if isinstance(image, PngImageFile):
             image.verify()
         else:
             image.draft(None, (1, 1))
-            image.load()
+            with limits.memory(limits.decoding_bytes(image)):
+                image.load()
 
 
 def decoded(image: Image.Image) -> Image.Image:
     """The upright image in RGB, on white where it is transparent. Raises ValueError if it is broken."""
-    turn, name = _TURNS.get(_orientation(image)), getattr(image, "filename", "") or "the image"
-    if isinstance(image, TiffImageFile):  # with a name, Pillow maps the file, and gets a turned image wrong
-        image.filename = ""
-    with _plain_errors(name):
-        image.load()
-        if image.has_transparency_data:
-            image = _on_white(image)
-        elif image.mode != "RGB":
-            image = image.convert("RGB")
-        return image if turn is None else image.transpose(turn)
+    with _plain_errors(_name_of(image)), limits.memory(_whole_bytes(image)):
+        return _in_rgb(Upright(image))
 
 
-def _on_white(image: Image.Image) -> Image.Image:
-    """An RGB image without transparency. Strips of rows keep copies of a large image small."""
-    opaque, height = Image.new("RGB", image.size), max(1, _STRIP_PIXELS // image.width)
-    for top in range(0, image.height, height):
-        strip = image.crop((0, top, image.width, min(top + height, image.height))).convert("RGBA")
-        opaque.paste(Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip), (0, top))
-    return opaque
+def read_patches(image: Image.Image, rules: ImageRules, patches: np.ndarray) -> None:
+    """Write an image's patches by the rules of a family. Raises ValueError if it is broken."""
+    with _plain_errors(_name_of(image)), limits.memory(_working_bytes(image, rules)):
+        rules.patches(Upright(image), patches)
 
 
 def thumbnail(reference: bytes, side: int = 160) -> bytes:
     """A small JPEG of an image, or of a gray square if it cannot be read."""
     try:
-        with open_image(reference) as image:
-            small = decoded(image)
+        with open_image(reference) as image, _plain_errors(""), limits.memory(_whole_bytes(image)):
+            whole = Upright(image).whole()
+            whole.thumbnail((side, side))
+            small = whole.convert("RGB")
     except ValueError:
         small = Image.new("RGB", (side, side), "gray")
-    small.thumbnail((side, side))
     small.save(file := io.BytesIO(), "JPEG")
     return file.getvalue()
 
 
-def _orientation(image: Image.Image) -> int:
-    """The orientation by EXIF, from 1 to 8."""
-    if isinstance(image, TiffImageFile):  # Pillow turns these itself
-        return 1
-    try:
-        found = Image.Image.getexif(image).get(_ORIENTATION, 1)  # PngImageFile.getexif decodes the image
-        return found if found in _TURNS else 1
-    except Exception:  # broken metadata raises many kinds of errors, and pixels do not need it
-        return 1
+def _whole_bytes(image: Image.Image) -> int:
+    """The most memory that an image takes until it is upright and in gray or RGB."""
+    pixels = image.width * image.height
+    copy = 0 if is_upright(image) else _pixel_bytes(image)
+    return max(limits.decoding_bytes(image), pixels * (limits.stored_bytes(image.mode) + copy))
+
+
+def _working_bytes(image: Image.Image, rules: ImageRules) -> int:
+    """The most memory that an image takes until it is cut into patches."""
+    return max(_whole_bytes(image), rules.working_bytes(size_of(image), _pixel_bytes(image)))
+
+
+def _pixel_bytes(image: Image.Image) -> int:
+    return 1 if is_gray(image) else 4
+
+
+def _in_rgb(image: Upright) -> Image.Image:
+    whole = image.whole()
+    return whole if whole.mode == "RGB" else whole.convert("RGB")
+
+
+def _check_canvas(start: bytes) -> None:
+    """Raise RefusedImage for a WebP image with too many pixels."""
+    if (start[:4], start[8:12]) == _WEBP:
+        canvas = limits.webp_canvas(start)
+        if canvas is None:
+            raise ValueError("its header names no size.")
+        limits.check_size(canvas)
+
+
+def _start_of(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(30)
+
+
+def _name_of(image: Image.Image) -> str:
+    return getattr(image, "filename", "") or "the image"
 
 
 def _as_png(image: Image.Image) -> bytes:
     file = io.BytesIO()
-    decoded(_checked(image, "the image")).save(file, "PNG", compress_level=1)
+    with _plain_errors("the image"):
+        limits.check_size(image.size)
+        _in_rgb(Upright(image)).save(file, "PNG", compress_level=1)
     return file.getvalue()
-
-
-def _checked(image: Image.Image, name: str) -> Image.Image:
-    width, height = image.size
-    if not 0 < width * height <= MAX_PIXELS:
-        image.close()
-        raise ValueError(f"{name} has {width} x {height} pixels; expected between 1 and {MAX_PIXELS} pixels.")
-    return image
 
 
 def _file_status(path: str) -> os.stat_result:
@@ -181,29 +196,16 @@ def _file_status(path: str) -> os.stat_result:
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte
+        if getattr(error, "errno", None) == errno.ENAMETOOLONG:
+            text = f"a text of {len(os.path.basename(path))} characters, {short(os.path.basename(path))}"
+            raise ValueError(f"an image is {text}: neither a path nor base64 of an image file.") from None
         reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(f"cannot read the image {_short(path)}: {reason}.") from None
+        raise ValueError(f"cannot read the image {short(path)}: {reason}.") from None
     if not stat.S_ISREG(status.st_mode):  # reading a pipe would never end
-        raise ValueError(f"the image {_short(path)} is not a regular file.")
+        raise ValueError(f"the image {short(path)} is not a regular file.")
     if status.st_size > MAX_BYTES:
-        raise ValueError(f"the image {_short(path)} has {status.st_size} bytes; the limit is {MAX_BYTES >> 20} MiB.")
+        raise ValueError(f"the image {short(path)} has {status.st_size} bytes; the limit is {MAX_BYTES >> 20} MiB.")
     return status
-
-
-def _from_data_url(url: str) -> bytes:
-    kind, comma, content = url.partition(",")
-    if not comma or not kind.lower().endswith(";base64"):
-        raise ValueError(f"an image is the data URL {_short(url)}; expected data:image/png;base64,...")
-    return _from_base64(content)
-
-
-def _from_base64(text: Any) -> bytes:
-    try:
-        if len(text) > MAX_BYTES * 4 // 3 + 4:
-            raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
-        return base64.b64decode(text)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"an image is not valid base64: {error}.") from None
 
 
 @contextmanager
@@ -212,13 +214,11 @@ def _plain_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Image.UnidentifiedImageError:
-        raise ValueError(f"{name} is in none of the formats {', '.join(FORMATS)}.") from None
+        formats = ", ".join(FORMATS)
+        raise ValueError(f"{name} is in none of the formats {formats}, or in a form of one that is not read.") from None
+    except RefusedImage as error:
+        raise ValueError(f"{name} is not read: {error}") from None
     except MemoryError:
         raise
     except Exception as error:
-        raise ValueError(f"{name} is broken or incomplete: {_short(error)}") from None
-
-
-def _short(value: Any) -> str:
-    text = str(value) if isinstance(value, Exception) else repr(value)
-    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
+        raise ValueError(f"{name} is broken or incomplete: {short(error)}") from None

@@ -10,7 +10,8 @@ Shapes: P patches of an image, p pixels of a patch's side.
 """
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lean_ft.images import cuts
+from lean_ft.images import cuts, limits
 from lean_ft.images.cuts import Size, Tiling
 from lean_ft.system.config_fields import ConfigFields
 from lean_ft.system.whole_files import read_json
 
 if TYPE_CHECKING:  # models and tokenizers load this file, and texts do not need Pillow
-    from PIL import Image
+    from lean_ft.images.pixels import Upright
 
 _MAX_TILES = 1 << 10
+_TOKEN = re.compile(r"<[^<>\s]+>|\[\w+\]")
 _MAX_RESIZED = 1 << 26  # pixels, 4 times what Qwen3-VL allows
+_ROWS_PIXELS = 1 << 18  # cut at a time
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,14 @@ class ImageLayout:
 Text = Callable[[Tiling, list[tuple[int, int]]], tuple[str, tuple[int, ...]]]
 
 
+def _resizing_pixels(size: Size, target: Size) -> int:
+    """The most pixels that Pillow holds while it resizes one axis after the other; which comes first depends on the shape."""
+    if target == size:
+        return math.prod(size)
+    between = max(target.width * size.height, size.width * target.height)
+    return math.prod(size) + between + math.prod(target)
+
+
 @dataclass(frozen=True)
 class ImageRules:
     """How a family prepares an image. Cheap to pickle."""
@@ -62,6 +73,7 @@ class ImageRules:
     text: Text
     shifts_positions: bool  # rotary positions have three axes, and text behind an image continues at a shifted position
     max_tokens: int | None
+    marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
 
     def layout(self, size: Size) -> ImageLayout:
         """What an image of this size becomes. Raises ValueError for a size that the family refuses."""
@@ -71,30 +83,54 @@ class ImageRules:
         return ImageLayout(grids, *self.text(cut, tokens))
 
     def limited(self, max_tokens: int | None) -> "ImageRules":
-        """These rules with larger images scaled down to `max_tokens`. Raises ValueError if images cannot have so few tokens."""
-        limited = replace(self, max_tokens=max_tokens)
+        """These rules with images scaled down to at most `max_tokens` tokens. Raises ValueError if images cannot have so few."""
+        limit = self.limit if max_tokens is None else limits.limit_of(self, max_tokens)
+        limited = replace(self, max_tokens=max_tokens, limit=limit)
         limited.layout(Size(1, 1))
         return limited
 
-    def patches(self, image: "Image.Image") -> np.ndarray:
-        """The patches (P, 3, p, p) of an upright RGB image as bytes, in blocks of `merge` x `merge`, tile after tile."""
-        cut, resized = self._cut(Size(*image.size)), image
+    def patches(self, image: "Upright", into: np.ndarray | None = None) -> np.ndarray:
+        """The patches (P, 3, p, p) of an image as bytes, in blocks of `merge` x `merge`, tile after tile. into: an array for them."""
+        cut, small = self._cut(image.size), None
+        if cut.thumbnail is not None and not cut.thumbnail_of_resized:
+            small = image.resized(cut.thumbnail, self.resample)
         for size in cut.sizes:
-            resized = resized.resize(size, self.resample)
-        width, height = resized.width // cut.columns, resized.height // cut.rows
+            image = image.resized(size, self.resample)
+        if cut.thumbnail is not None and cut.thumbnail_of_resized:
+            small = image.resized(cut.thumbnail, self.resample)
+        width, height = image.size.width // cut.columns, image.size.height // cut.rows
         corners = [(x * width, y * height) for y in range(cut.rows) for x in range(cut.columns)]
-        tiles = [resized.crop((x, y, x + width, y + height)) for x, y in corners]
-        if cut.thumbnail is not None:
-            tiles.append((resized if cut.thumbnail_of_resized else image).resize(cut.thumbnail, self.resample))
-        return np.concatenate([self._blocks(np.asarray(tile)) for tile in tiles])
+        tiles = [(image, (x, y, x + width, y + height)) for x, y in corners]
+        if small is not None:
+            tiles.append((small, (0, 0, small.size.width, small.size.height)))
+        blocks = (part for tile, box in tiles for part in self._blocks(tile, box))
+        if into is None:
+            return np.concatenate(list(blocks))
+        start = 0
+        for part in blocks:
+            into[start : start + len(part)] = part
+            start += len(part)
+        return into
 
-    def _blocks(self, pixels: np.ndarray) -> np.ndarray:
-        """The patches of one tile (height, width, 3)."""
+    def _blocks(self, image: "Upright", box: tuple[int, int, int, int]) -> Iterator[np.ndarray]:
+        """The patches of one tile, some rows of blocks at a time. A tile may have pixels behind its last patch."""
         side, merge = self.patch_size, self.merge
-        rows, columns = (n // (side * merge) for n in pixels.shape[:2])
-        pixels = pixels[: rows * merge * side, : columns * merge * side]  # a tile may have pixels behind its last patch
-        blocks = pixels.reshape(rows, merge, side, columns, merge, side, 3)
-        return blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
+        block, (left, top, right, bottom) = side * merge, box
+        columns, height = (right - left) // block, max(1, _ROWS_PIXELS // (right - left) // block) * block
+        bottom -= (bottom - top) % block
+        for first in range(top, bottom, height):
+            part = image.crop((left, first, left + columns * block, min(first + height, bottom)))
+            pixels = np.asarray(part).reshape(-1, merge, side, columns, merge, side, 3)
+            yield pixels.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
+
+    def working_bytes(self, size: Size, pixel_bytes: int) -> int:
+        """The most memory of the sizes of an image in `patches`. pixel_bytes: of a pixel, 1 in gray and 4 in RGB."""
+        cut = self._cut(size)
+        steps = [(size, cut.thumbnail)] if cut.thumbnail is not None and not cut.thumbnail_of_resized else []
+        for target in cut.sizes:
+            steps.append((size, target))
+            size = target
+        return pixel_bytes * max(_resizing_pixels(*step) for step in steps)
 
     def _tokens(self, cut: Tiling) -> list[tuple[int, int]]:
         """Rows and columns of tokens of each tile."""
@@ -104,7 +140,7 @@ class ImageRules:
         return [tile] * (cut.rows * cut.columns) + thumbnail
 
     def _cut(self, size: Size) -> Tiling:
-        """The cut at the largest limit at which the image has at most `max_tokens` tokens."""
+        """The cut at the limit, or of an image that has more than `max_tokens` there, at the largest limit at which it has not."""
 
         def num_tokens(limit: int) -> int:
             return sum(rows * columns for rows, columns in self._tokens(self.cut(size, limit)))
@@ -215,7 +251,17 @@ class _Family:
     placeholder: str | None = None  # None: the token
     around: Mapping[str, str] = field(default_factory=dict)  # texts of `framed`
     text: Text | None = None  # None: `framed`
+    beside: tuple[
+        str, ...
+    ] = ()  # tokens around an image that no other field has: the chat template or `text` writes them
     shifts_positions: bool = False
+
+    def marks(self, added_tokens: Mapping[str, int]) -> frozenset[int]:
+        """The ids of the tokens in and around an image."""
+        written = (self.token, self.placeholder or "", *self.around.values(), *self.beside)
+        names = {name for text in written for name in _TOKEN.findall(text)}
+        pattern = re.compile("|".join(re.escape(name).replace(r"\{\}", r"\d+") for name in names))
+        return frozenset(number for token, number in added_tokens.items() if pattern.fullmatch(token))
 
 
 # fmt: off
@@ -240,7 +286,9 @@ _IN_VISION = {"image_size": 224, "spatial_merge_size": 2, "pooling_kernel_size":
 
 _FAKE = "<fake_token_around_image>"
 _GEMMA_4 = {"start": "<|image>", "end": "<image|>"}
-_QWEN = _Family(_qwen, "<|image_pad|>", _OF_QWEN, shifts_positions=True)
+_QWEN = _Family(
+    _qwen, "<|image_pad|>", _OF_QWEN, shifts_positions=True, beside=("<|vision_start|>", "<|vision_end|>"),
+)
 _FAMILIES: dict[str, _Family] = {
     "qwen3_vl": _QWEN, "qwen3_vl_moe": _QWEN, "qwen3_5": _QWEN, "qwen3_5_moe": _QWEN,
     "qwen2_5_vl": replace(_QWEN, patch_size=14),
@@ -248,7 +296,8 @@ _FAMILIES: dict[str, _Family] = {
         _gemma3, "<image_soft_token>", _HALF | {"size": {"height": 224, "width": 224}}, placeholder="<start_of_image>",
         around={"start": "\n\n<start_of_image>", "end": "<end_of_image>\n\n"},
     ),
-    "mistral3": _Family(_pixtral, "[IMG]", _CLIP | {"size": {"longest_edge": 1024}}, text=by_rows),
+    "mistral3": _Family(_pixtral, "[IMG]", _CLIP | {"size": {"longest_edge": 1024}}, text=by_rows,
+                        beside=("[IMG_BREAK]", "[IMG_END]")),
     "gemma4": _Family(_gemma4, "<|image|>", _OF_GEMMA_4, around=_GEMMA_4),
     "gemma4_unified": _Family(partial(_gemma4, has_tower=False), "<|image|>", _OF_GEMMA_4, around=_GEMMA_4),
     "smolvlm": _Family(
@@ -265,10 +314,12 @@ _FAMILIES: dict[str, _Family] = {
 # fmt: on
 
 
-def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
+def image_rules(
+    folder: Path, max_tokens: int | None = None, added_tokens: Mapping[str, int] | None = None
+) -> ImageRules:
     """The rules of a model folder, from config.json and preprocessor_config.json or processor_config.json.
 
-    max_tokens: scale larger images down to this number of tokens. Raises ValueError if lean_ft does not know how the model
+    max_tokens: scale larger images down to this number of tokens. added_tokens: of the tokenizer, with their ids. Raises ValueError if lean_ft does not know how the model
     prepares images, for a setting that is not implemented, or if images cannot have so few tokens.
     """
 
@@ -300,6 +351,7 @@ def image_rules(folder: Path, max_tokens: int | None = None) -> ImageRules:
         text=family.text or partial(framed, token=family.token, **family.around),
         shifts_positions=family.shifts_positions,
         max_tokens=None,
+        marks=family.marks(added_tokens or {}),
     ).limited(max_tokens)
 
 

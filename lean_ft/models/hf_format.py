@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import torch
@@ -204,7 +205,7 @@ def _meta_model(
     if (folder / "adapter_config.json").is_file():
         purpose = (
             "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both. For a "
-            f"model of both, run `leanft export {folder} merged --merge` and use the folder merged."
+            f"model of both, run `leanft export {quote(str(folder))} merged --merge` and use the folder merged."
         )
     whole_config = as_its_family(read_json(file, purpose))
     if is_quantized:

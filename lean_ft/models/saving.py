@@ -122,7 +122,7 @@ def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part
             f"{source.folder} lacks {min(lost)}, a tensor of the model. Give the folder that it was taken from."
         )
     others = [name for name, own in source.names.items() if own is None]
-    stored = dequantized(stored_tensors(source.folder), source.quantization) if others else {}
+    stored = dequantized(stored_tensors(source.start / source.folder), source.quantization) if others else {}
     copied = {name: stored[name] for name in others}
     if unknown := [name for name, tensor in copied.items() if tensor.dtype is None]:
         raise ValueError(f"{copied[unknown[0]].file}: {unknown[0]} has a dtype that cannot be copied.")
@@ -168,8 +168,8 @@ def _place(shape: Sequence[int], dtype: torch.dtype | None) -> Part:
 
 def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
     """Copy the multimodal model's settings, with the dtype and vocabulary size of the model, whose weights are not quantized."""
-    whole = model.source.folder
-    assert whole is not None
+    assert model.source.folder is not None
+    whole = model.source.start / model.source.folder
     changes: dict[str, Any] = {"vocab_size": model.config.vocab_size}
     changes |= dict.fromkeys(("dtype", "torch_dtype"), str(model.dtype).removeprefix("torch."))
     if model.score is not None:

@@ -45,6 +45,8 @@ class Source:
     """
 
     folder: Path | None = None
+    start: Path = field(default_factory=Path.cwd)
+    """The current folder when the model was read, to which `folder` may be relative. A run may change it."""
     config: dict[str, Any] = field(default_factory=dict)
     """The folder's config.json, without its quantization; for a multimodal model, that of its language model."""
     part_of: str = ""

@@ -34,7 +34,7 @@ class Completion:
     counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
     uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
     advantages: list[float] = field(default_factory=list)  # one per token, or one for all
-    # Whether the policy sampled a token; others, such as a tool's result, are given. Empty: it sampled all.
+    # Whether the policy sampled a token that is trained; others are given, such as a tool's result, or belong to an image. Empty: all.
     trained: list[bool] = field(default_factory=list)
     experts: str = ""  # with generation.router_replay, as in `Sample`
     episode: dict[str, Any] = field(default_factory=dict)  # of several turns: `Episode.told`
@@ -67,6 +67,9 @@ class Completion:
         """Set generalized advantages and returns. The steps are the sampled tokens: the value before one of them follows the value
         before the last sampled one."""
         sampled = torch.tensor(self.trained)
+        if not sampled.any():  # every token of it is one of those around an image
+            self.advantages = self.returns = [0.0] * len(self.ids)
+            return
         rewards = -kl_weight * torch.tensor(self.of_tokens(self.divergences))[sampled]
         rewards[-1] += self.reward or 0.0
         values = torch.tensor(self.values)[sampled]
@@ -135,7 +138,7 @@ def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[s
         "truncated": sum(not one.ended for one in completions) / len(completions),
     }
     if divergences := [one.divergence for one in completions if one.divergence is not None]:
-        told["kl"] = sum(divergences) / num_tokens
+        told["kl"] = sum(divergences) / max(1, num_tokens)
     if episodes := [one.episode for one in completions if one.episode]:
         calls = sum(one["calls"] for one in episodes)
         told["turns"] = sum(one["turns"] for one in episodes) / len(episodes)

@@ -12,20 +12,38 @@ prompt, messages that follow it, or None.
 A `gymnasium.Env` has `reset(seed=, options=)`. Its action is the text if the action space contains it, or else the last whole
 number of the text. An OpenEnv client, or an OpenEnv environment in this process, has `parse_action(text)`, which the user
 adds. `format_observation(observation)`, if there is one, writes the observations of both as text.
+
+All methods of an object run in one thread, one after another, and get copies (`lean_ft.system.user_code`).
 """
 
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from numbers import Integral
 from threading import Thread
 from typing import Any, NamedTuple
 
-from lean_ft.data.chats import check_text
+from lean_ft.settings import ToolsConfig
+from lean_ft.system.log import say, slow_calls_reported
+from lean_ft.system.user_code import (
+    CallThread,
+    Failed,
+    as_json,
+    as_text,
+    call,
+    close_later,
+    close_objects,
+    cut,
+    finite_number,
+)
 from lean_ft.system.user_functions import load_function
 from lean_ft.training.bad_steps import TrainingFailed
+
+NO_TOOLS = ("reset", "get_reward", "state_dict", "load_state_dict", "close", "render", "seed")
 
 
 class Reply(NamedTuple):
@@ -39,19 +57,24 @@ class Reply(NamedTuple):
 
 
 class Environment:
-    """An environment's class or factory, `my_env.py:Env`. Its objects are used again in later rounds, after a reset."""
+    """An environment's class or factory, `my_env.py:Env`. Its objects are used again in later rounds, after a reset.
 
-    def __init__(self, name: str, awaited: Callable[[Any], Any]) -> None:
-        """awaited: returns the value of an awaitable, and other values unchanged.
+    Its methods raise Failed and ValueError. When the run ends, all objects are closed.
+    """
 
-        Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step` and methods.
-        """
-        self.name, self.make, self._awaited = name, load_function(name), awaited
+    def __init__(self, name: str, settings: ToolsConfig) -> None:
+        """settings: of limits. Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step` and methods."""
+        self.name, self._make, self._settings = name, load_function(name), settings
+        self.objects: list[Any] = []  # None: to be made
+        self._threads: list[CallThread] = []  # of the objects
+        self._reported = set[str]()
+        close_later(self._close)
         with failing(name, "cannot be made", ValueError):
-            self.objects = [probe] = [self.make()]
+            probe = self.object(0)
         if not callable(getattr(probe, "reset", None)):
             raise ValueError(f"environment={name} has no reset. Add reset(self, row), or reset(self, **row).")
-        kinds = {name: one.kind for name, one in inspect.signature(probe.reset).parameters.items()}
+        with failing(name, "has a reset whose parameters cannot be read", ValueError):
+            kinds = {name: one.kind for name, one in inspect.signature(probe.reset).parameters.items()}
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
         self._names = None if takes_all else kinds.keys()  # of reset
         steps = callable(getattr(probe, "step", None))
@@ -70,7 +93,8 @@ class Environment:
                 "tools. Add them. An environment of OpenEnv needs parse_action(self, text), which returns its action."
             )
         if self._form == "gymnasium" and not hasattr(probe, "parse_action"):
-            space = probe.action_space
+            if (space := getattr(probe, "action_space", None)) is None:
+                raise ValueError(f"environment={name} has no action_space. Add it, or parse_action(self, text).")
             if not isinstance(space.sample(), str | Integral):
                 raise ValueError(
                     f"environment={name} has the action space {space}, and a turn can be a text or a whole number. Add "
@@ -80,90 +104,184 @@ class Environment:
     def methods_of(self, environment: Any) -> list[Callable[..., Any]]:
         """The methods that are tools."""
         found = inspect.getmembers(type(environment), inspect.isfunction)
-        private = ("reset", "get_reward", "state_dict", "load_state_dict")
-        names = [name for name, _ in found if name not in private and not name.startswith("_")]
+        names = [name for name, _ in found if name not in NO_TOOLS and not name.startswith("_")]
         return [] if self.has_steps else [getattr(environment, name) for name in names]
 
     def object(self, number: int) -> Any:
-        """The environment of this number."""
+        """The environment of this number, which is made if there is none. Raises ValueError if another number has the same one."""
         while len(self.objects) <= number:
-            self.objects.append(self.make())
+            self.objects.append(None)
+            self._threads.append(CallThread())
+        if self.objects[number] is None:
+            with slow_calls_reported(f"environment={self.name}, which is being made,"):
+                made = call(self._make, what=f"environment={self.name}", thread=self._threads[number])
+            if any(one is made for one in self.objects if one is not None):
+                raise ValueError("it returned the same object twice, and each completion needs its own")
+            self.objects[number] = made
         return self.objects[number]
 
-    def replace(self, number: int) -> None:
-        """Make a new environment in place of one that hangs, and close that one without waiting."""
-        left, self.objects[number] = self.objects[number], self.make()
-        Thread(target=self._close, args=(left,), daemon=True).start()
+    def thread(self, number: int) -> CallThread:
+        """The thread in which the methods of this environment run."""
+        return self._threads[number]
 
-    def _close(self, left: Any) -> None:
-        with suppress(Exception):
-            self._awaited(left.close())
+    def leave(self, number: int) -> None:
+        """Make a new environment later in place of one that hangs, and close that one without waiting."""
+        hangs, self.objects[number] = self.objects[number], None
 
-    def reset(self, environment: Any, row: dict[str, Any], seed: int) -> Any:
+        def close() -> None:
+            with suppress(Failed, AttributeError):
+                call(hangs.close, what=f"environment={self.name}")
+
+        Thread(target=close, daemon=True).start()
+
+    def _close(self) -> None:
+        made = [(one, thread) for one, thread in zip(self.objects, self._threads, strict=True) if one is not None]
+        self.objects, self._threads = [], []
+        if made:
+            with slow_calls_reported(f"close of environment={self.name}"):
+                close_objects(made, f"environment={self.name}", self._settings.seconds)
+
+    def reset(self, number: int, row: dict[str, Any], seed: int) -> Any:
         """Return the first observation: a text, messages or None. A row's own `seed` replaces the seed."""
         seeded = {"seed": seed, **row}
-        match self._form:
-            case "row":
-                return self._awaited(environment.reset(row))
-            case "methods":
-                return self._awaited(environment.reset(**row))
-            case "gymnasium":
-                seen, _ = self._awaited(environment.reset(seed=seeded["seed"], options=row))
-            case _:
-                given = {name: value for name, value in seeded.items() if self._names is None or name in self._names}
-                found = self._awaited(environment.reset(**given))
-                seen = getattr(found, "observation", found)
-        text = _written(environment, seen)
+        with slow_calls_reported(f"environment={self.name}"):
+            match self._form:
+                case "row":
+                    return self._beginning(self._call(number, "reset", (row,)))
+                case "methods":
+                    return self._beginning(self._call(number, "reset", (), row))
+                case "gymnasium":
+                    found = self._call(number, "reset", (), {"seed": seeded["seed"], "options": row})
+                    seen, _ = _parts(found, 2, "reset", "(observation, info)")
+                case _:
+                    names = [name for name in seeded if self._names is None or name in self._names]
+                    found = self._call(number, "reset", (), {name: seeded[name] for name in names})
+                    seen = getattr(found, "observation", found)
+            text = self._written(number, seen, "reset")
         return f"\n{text}" if text else None
 
-    def step(self, environment: Any, text: str) -> Reply:
+    def step(self, number: int, text: str) -> Reply:
         """Act, and return what follows."""
         if self._form == "row":
-            seen, reward, done = self._awaited(environment.step(text))
-            seen = "" if seen is None else check_text(seen, "the observation")
+            found = self._call(number, "step", (text,))
+            seen, reward, done = _parts(found, 3, "step", "(observation, reward, whether the episode is over)")
+            seen = "" if seen is None else self._text(seen, "step")
         else:
             try:
-                action = _action(environment, text)
+                action = self._action(number, text)
             except ValueError as error:
-                return Reply(f"error: {error}", failed=True)
-            found = self._awaited(environment.step(action))
+                return Reply(self._text(f"error: {error}", "parse_action"), failed=True)
+            # What the user's own code made is not copied.
+            found = self._call(number, partial(self.objects[number].step, action))
             if self._form == "gymnasium":
-                seen, reward, is_terminal, is_late, _ = found
+                expected = "(observation, reward, terminated, truncated, info)"
+                seen, reward, is_terminal, is_late, _ = _parts(found, 5, "step", expected)
                 done = is_terminal or is_late
-            else:
+            elif hasattr(found, "reward") and hasattr(found, "done"):
                 seen, reward, done = getattr(found, "observation", found), found.reward, found.done
-            seen = _written(environment, seen)
-        return Reply(seen, None if reward is None else float(reward), bool(done))
+            else:
+                raise ValueError(f"step returned a {type(found).__name__}; expected a result with reward and done")
+            seen = self._written(number, seen, "step")
+        return Reply(seen, _reward(reward, "step"), _flag(done))
 
-    def reward(self, environment: Any) -> float | None:
+    def reward(self, number: int) -> float | None:
         """The reward of an environment whose methods are tools, if it has one."""
-        return float(self._awaited(environment.get_reward())) if hasattr(environment, "get_reward") else None
+        if not hasattr(self.objects[number], "get_reward"):
+            return None
+        with slow_calls_reported(f"environment={self.name}"):
+            return _reward(self._call(number, "get_reward"), "get_reward")
+
+    def state(self, number: int) -> Any:
+        """A copy of the state, as a resumed run reads it."""
+        try:
+            return json.loads(json.dumps(self._call(number, "state_dict")))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"state_dict returned what JSON cannot hold: {error}") from None
+
+    def load_state(self, number: int, state: Any) -> None:
+        self._call(number, "load_state_dict", (state,))
+
+    def _call(
+        self,
+        number: int,
+        method: str | Callable[..., Any],
+        arguments: Sequence[Any] = (),
+        named: Mapping[str, Any] = {},
+    ) -> Any:
+        """Call a method of an object, or what calls it. Raises Failed."""
+        function = getattr(self.objects[number], method) if isinstance(method, str) else method
+        how = {"seconds": self._settings.seconds, "thread": self._threads[number]}
+        return call(function, arguments, named, what=f"environment={self.name}", **how)
+
+    def _action(self, number: int, text: str) -> Any:
+        """Raises ValueError for a text that is no action; the model reads it."""
+        environment = self.objects[number]
+        if hasattr(environment, "parse_action"):
+            try:
+                return self._call(number, "parse_action", (text,))
+            except Failed as failed:
+                if isinstance(failed.error, ValueError):
+                    raise ValueError(str(failed.error)) from None
+                raise
+        space = environment.action_space
+        numbers = [int(number) for number in re.findall(r"-?\d+", text)[-1:]]
+        for action in (text, *numbers):
+            if space.contains(action):
+                return action
+        raise ValueError(f"this is no action. Actions: {space}.")
+
+    def _beginning(self, found: Any) -> Any:
+        """What `reset` returned: a text, messages or None."""
+        if found is None or isinstance(found, str):
+            return found if found is None else self._text(found, "reset")
+        messages = as_json(found, "reset")
+        messages = [messages] if isinstance(messages, dict) else messages
+        if not isinstance(messages, list):
+            raise ValueError(f"reset returned a {type(found).__name__}; expected a text, messages or None")
+        for message in messages:
+            if isinstance(message, dict) and isinstance(message.get("content"), str):
+                message["content"] = self._text(message["content"], "reset")
+        return messages
+
+    def _written(self, number: int, seen: Any, what: str) -> str:
+        """An observation as text, without the other fields of OpenEnv's observations."""
+        environment = self.objects[number]
+        if hasattr(environment, "format_observation"):
+            seen = self._call(number, partial(environment.format_observation, seen))
+        if hasattr(seen, "model_dump"):
+            seen = seen.model_dump(exclude={"done", "reward", "metadata"})
+        return self._text(seen, what)
+
+    def _text(self, seen: Any, what: str) -> str:
+        text, most = as_text(seen, what, sys.maxsize), self._settings.result_characters
+        if len(text) > most and what not in self._reported:
+            self._reported.add(what)
+            say(
+                "WARNING",
+                f"environment={self.name}: {what} returned a text of {len(text):,} characters, which is cut after "
+                f"tools.result_characters={most}. Later ones are not reported",
+            )
+        return cut(text, most)
 
 
-def _action(environment: Any, text: str) -> Any:
-    """Raises ValueError for a text that is no action; the model reads it."""
-    if hasattr(environment, "parse_action"):
-        return environment.parse_action(text)
-    space = environment.action_space
-    numbers = [int(number) for number in re.findall(r"-?\d+", text)[-1:]]
-    for action in (text, *numbers):
-        if space.contains(action):
-            return action
-    raise ValueError(f"this is no action. Actions: {space}.")
+def _parts(found: Any, number: int, what: str, expected: str) -> Sequence[Any]:
+    if isinstance(found, tuple | list) and len(found) == number:
+        return found
+    came = f"{len(found)} values" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
+    raise ValueError(f"{what} returned {came}; expected {expected}")
 
 
-def _written(environment: Any, seen: Any) -> str:
-    """An observation as text."""
-    if hasattr(environment, "format_observation"):
-        seen = environment.format_observation(seen)
-    return seen if isinstance(seen, str) else json.dumps(seen, default=_plain, ensure_ascii=False)
+def _reward(value: Any, what: str) -> float | None:
+    try:
+        return finite_number(value)
+    except ValueError as error:
+        raise ValueError(f"{what} returned the reward {error}") from None
 
 
-def _plain(value: Any) -> Any:
-    """An array as lists, and an OpenEnv observation as its own fields."""
-    if hasattr(value, "model_dump"):
-        return value.model_dump(exclude={"done", "reward", "metadata"})
-    return value.tolist()
+def _flag(done: Any) -> bool:
+    if isinstance(done, str | bytes):
+        raise ValueError(f"step returned {done!r:.80} for whether the episode is over; expected true or false")
+    return bool(done)
 
 
 @contextmanager
@@ -171,5 +289,9 @@ def failing(name: str, what: str, kind: type[Exception] = TrainingFailed) -> Ite
     """Raise the errors of an environment's code with its name."""
     try:
         yield
-    except (Exception, SystemExit) as error:
-        raise kind(f"environment={name} {what}: {type(error).__name__}: {error}") from error
+    except TrainingFailed:
+        raise
+    except Exception as error:
+        said = str(error) if isinstance(error, Failed | ValueError) else f"{type(error).__name__}: {error}"
+        cause = error.error if isinstance(error, Failed) else error
+        raise kind(f"environment={name} {what}: {said}") from cause

@@ -6,10 +6,8 @@ ends after a turn without a call, when the environment is done, or at a limit; t
 """
 
 import json
-import math
 import os
 import queue
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,14 +26,15 @@ from lean_ft.generation import Sample
 from lean_ft.online.environments import Environment, Reply, failing
 from lean_ft.settings import OnlineConfig
 from lean_ft.system.log import say, slow_calls_reported
-from lean_ft.system.run_directory import checkpoint_step, list_checkpoints, read_training_state
+from lean_ft.system.run_directory import TOOL_RESULTS_FILE, checkpoint_step, list_checkpoints, read_training_state
+from lean_ft.system.user_code import TookTooLong
 from lean_ft.system.user_functions import PASSED, file_digest
 from lean_ft.system.whole_files import open_in_place, write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Tools, ToolTurns, Turn
 from lean_ft.training.bad_steps import TrainingFailed
 
-FILE = "tool_results.jsonl"
+PRIVATE = 0o600  # results may hold secrets, which are not redacted here
 
 
 @dataclass
@@ -74,7 +73,7 @@ class RecordedResults:
     """
 
     def __init__(self, folder: Path, rank: int, files: Sequence[str]) -> None:
-        self._folder, self._path = folder, folder / (f"{rank}_{FILE}" if rank else FILE)
+        self._folder, self._path = folder, folder / (f"{rank}_{TOOL_RESULTS_FILE}" if rank else TOOL_RESULTS_FILE)
         self._lock, self._known, self.round = Lock(), defaultdict[str, list[dict[str, Any]]](list), 0
         self._digests = "".join(name if name in PASSED else file_digest(name) for name in files).encode()
         self._seen: Path | None = None  # the newest checkpoint
@@ -93,7 +92,7 @@ class RecordedResults:
 
     def add(self, key: str, **values: Any) -> None:
         line = _with_sum({"round": self.round, "key": key, **values})
-        with self._lock, open_in_place(self._path, "a") as file:
+        with self._lock, open_in_place(self._path, "a", PRIVATE) as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -108,6 +107,7 @@ class RecordedResults:
 
     def _keep(self, rows: list[dict[str, Any]]) -> None:
         with write_whole(self._path, on_disk=True) as file:
+            file.touch(PRIVATE)
             file.write_text("".join(map(_with_sum, rows)))
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -142,6 +142,7 @@ class TurnOutcome:
     messages: list[dict[str, Any]] = field(default_factory=list)
     reward: float | None = None
     errors: int = 0
+    is_cut: bool = False
 
 
 class Episodes:
@@ -152,15 +153,12 @@ class Episodes:
 
     def __init__(self, cfg: OnlineConfig, tokenizer: Tokenizer, rank: int = 0) -> None:
         self.cfg, self.tokenizer, self._rank = cfg, tokenizer, rank
+        self._folder = cfg.output_dir.absolute()  # user code may change the current folder
         self.turns_of = cache(lambda variables: ToolTurns(tokenizer, self.tools.schemas, json.loads(variables)))
 
     @cached_property
     def environment(self) -> Environment | None:
-        return (
-            None
-            if self.cfg.environment is None
-            else Environment(self.cfg.environment, lambda value: self.tools.awaited(value))
-        )
+        return None if self.cfg.environment is None else Environment(self.cfg.environment, self.cfg.tools)
 
     @cached_property
     def methods(self) -> list[Callable[..., Any]]:
@@ -174,7 +172,7 @@ class Episodes:
     @cached_property
     def results(self) -> RecordedResults:
         files = [*self.cfg.tools.functions, *([self.cfg.environment] if self.cfg.environment else [])]
-        return RecordedResults(self.cfg.output_dir, self._rank, files)
+        return RecordedResults(self._folder, self._rank, files)
 
     def schemas(self) -> list[dict[str, Any]]:
         """The JSON schemas of the tools and of the environment's methods."""
@@ -199,7 +197,6 @@ class Round:
         self._pending = [TurnOutcome(None) for _ in prompts]  # whose tokens may not fit
         self._rewards: list[list[float]] = [[] for _ in prompts]
         self._outcomes: queue.SimpleQueue[tuple[int, TurnOutcome | BaseException]] = queue.SimpleQueue()
-        self._limits = dict[int, float]()  # when the turns that are worked on must be done
         self.asked = [self._begin(place, prompt) for place, prompt in enumerate(prompts)]
 
     def _begin(self, place: int, prompt: Prompt) -> Document:
@@ -207,25 +204,29 @@ class Round:
         environment, episode = self._all.environment, self._found[place]
         if environment is None:
             return prompt.text
+        row = prompt.columns | {"prompt": prompt.asked}
+        # One seed for all completions of a prompt, whose rewards are compared.
+        seed = blake2b(repr((self._seed, Path(prompt.place).name)).encode(), digest_size=4).digest()
+        with failing(environment.name, "cannot be made"):
+            episode.environment = environment.object(place)
         with failing(environment.name, f"failed in reset at {prompt.place}"):
-            episode.environment = one = environment.object(place)
-            row = prompt.columns | {"prompt": prompt.asked}
-            # One seed for all completions of a prompt, whose rewards are compared.
-            seed = blake2b(repr((self._seed, Path(prompt.place).name)).encode(), digest_size=4).digest()
-            reset = partial(environment.reset, one, row, int.from_bytes(seed))
+            reset = partial(environment.reset, place, row, int.from_bytes(seed))
             seen = self._recorded(place, reset, prompt.ids)
-        if seen is None:
-            return prompt.text
+            if seen is None:
+                return prompt.text
+            found = None if isinstance(seen, str) else as_chat(seen, "what reset returned").messages
         cfg, chat = self._all.cfg, list(as_chat(prompt.asked, "prompt").messages)
-        if isinstance(seen, str):
+        if found is None:
             chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}{seen}"}
         else:
-            chat += as_chat(seen, "the observation").messages
+            chat += found
         episode.prompt = chat
         if cfg.data.system and chat[0]["role"] not in SYSTEM_ROLES:
             chat = [{"role": "system", "content": cfg.data.system}, *chat]
         variables = json.loads(self._all.variables_of(prompt.columns))
-        episode.asked, _ = self._all.tokenizer.render(chat, self._all.tools.schemas or None, True, "all", variables)
+        with failing(environment.name, f"failed in reset at {prompt.place}"):
+            schemas = self._all.tools.schemas or None
+            episode.asked, _ = self._all.tokenizer.render(chat, schemas, True, "all", variables)
         if len(episode.asked) > cfg.data.max_prompt_length:
             raise TrainingFailed(
                 f"{prompt.place}: with the observation of environment={environment.name}, the prompt has {len(episode.asked)} "
@@ -244,17 +245,18 @@ class Round:
         episode.messages += self._pending[place].messages
         ids = sample.ids[self._starts[place] :]
         self._starts[place] = len(sample.ids)
-        turn = self._turns(place).read(ids)
-        episode.messages.append(_message(turn))
+        turns, turn = self._turns(place), self._turns(place).read(ids)
         episode.turns += 1
+        steps = environment is not None and environment.has_steps and not turn.calls
+        episode.is_cut = bool(turn.calls or steps) and episode.turns > settings.calls
+        is_answered = sample.ended and not episode.is_cut
+        if turn.calls and not is_answered:
+            episode.messages.append(_message(Turn(turns.text(ids), [])))  # the calls are not made
+        else:
+            episode.messages.append(_message(turn))
         if not sample.ended:
             return
-        steps = environment is not None and environment.has_steps and not turn.calls
-        self._limits[place] = time.monotonic() + settings.seconds if steps else math.inf
-        if not turn.calls and not steps:
-            self._outcomes.put((place, TurnOutcome(None)))
-        elif episode.turns > settings.calls:
-            episode.is_cut = True
+        if not is_answered or not (turn.calls or steps):
             self._outcomes.put((place, TurnOutcome(None)))
         else:
             episode.calls, episode.steps = episode.calls + len(turn.calls), episode.steps + steps
@@ -274,52 +276,48 @@ class Round:
                 # Rows that continue together are computed together, so a first result waits a moment for the others.
                 place, outcome = self._outcomes.get(wait, timeout=0.01 if found else 0.1)
             except queue.Empty:
-                for place in [place for place, limit in self._limits.items() if time.monotonic() > limit]:
-                    self._leave(place)
-                    found[place] = None
                 if found or not wait:
                     return
                 continue
-            if self._limits.pop(place, None) is None:  # an environment that was left
-                continue
             if isinstance(outcome, BaseException):
                 raise outcome
+            self._found[place].is_cut |= outcome.is_cut
             self._found[place].errors += outcome.errors
             self._rewards[place] += [] if outcome.reward is None else [outcome.reward]
             self._pending[place], found[place] = outcome, outcome.given
-
-    def _leave(self, place: int) -> None:
-        """End the episode of an environment that does not return."""
-        environment, episode = self._all.environment, self._found[place]
-        assert environment is not None
-        say(
-            "WARNING",
-            f"environment={environment.name} took more than tools.seconds={self._all.cfg.tools.seconds:g} in step. Its episode counts as cut",
-        )
-        environment.replace(place)
-        episode.is_cut, episode.errors = True, episode.errors + 1
-        del self._limits[place]
 
     def finish(self, samples: Sequence[Sample], keeps_environments: bool = True) -> list[Episode]:
         """Return the episodes with these ids. Environments cannot be sent to other processes."""
         for place, (episode, sample) in enumerate(zip(self._found, samples, strict=True)):
             vars(episode).update(vars(sample))
-            episode.ended = sample.ended and not episode.is_cut
             episode.reward = self._reward(place)
+            episode.ended = sample.ended and not episode.is_cut
             if not keeps_environments:
                 episode.environment = None
         return self._found
 
     def _reward(self, place: int) -> float | None:
         """The environment's reward for an episode."""
-        environment, own = self._all.environment, self._found[place].environment
+        environment, episode = self._all.environment, self._found[place]
         if environment is None:
             return None
         if environment.has_steps:
             discount, rewards = self._all.cfg.generation.turn_discount, self._rewards[place]
             return sum(discount**turn * reward for turn, reward in enumerate(rewards)) if rewards else None
         with failing(environment.name, f"failed in get_reward at {self._prompts[place].place}"):
-            return environment.reward(own)
+            try:
+                return environment.reward(place)
+            except TookTooLong as late:
+                self._leave(place, "get_reward", late)
+                episode.is_cut, episode.errors = True, episode.errors + 1
+                return None
+
+    def _leave(self, place: int, method: str, late: TookTooLong) -> None:
+        """Warn of an environment that does not return, and make another one for later rounds."""
+        environment = self._all.environment
+        assert environment is not None
+        say("WARNING", f"environment={environment.name} in {method}: {late}. Its episode counts as cut")
+        environment.leave(place)
 
     # In threads -------------------------------------------------------------------------------------------------------
 
@@ -342,8 +340,11 @@ class Round:
                 results.add(keys[i], result=result, failed=failed)
 
         environment = self._all.environment
-        methods = [] if environment is None else environment.methods_of(self._found[place].environment)
-        call = partial(self._all.tools.results, turn.calls, known, finished, methods)
+        of_environment = {}
+        if environment is not None:
+            methods = environment.methods_of(self._found[place].environment)
+            of_environment = {"methods": methods, "thread": environment.thread(place)}
+        call = partial(self._all.tools.results, turn.calls, known, finished, **of_environment)
         acts = any(one.name in own for one in turn.calls)
         found = self._recorded(place, call, asked, all_ids) if acts else call()
         given = self._turns(place).reply(ids, turn.calls, [text for text, _ in found])
@@ -354,11 +355,15 @@ class Round:
         return TurnOutcome(given, said, errors=sum(failed for _, failed in found))
 
     def _step(self, place: int, turn: Turn, ids: list[int], all_ids: list[int]) -> TurnOutcome:
-        environment, one = self._all.environment, self._found[place].environment
+        environment = self._all.environment
         assert environment is not None
         with failing(environment.name, f"failed in step at {self._prompts[place].place}"):
-            step = partial(environment.step, one, turn.content)
-            reply = Reply(*self._recorded(place, step, self.asked[place].ids.tolist(), all_ids))
+            step = partial(environment.step, place, turn.content)
+            try:
+                reply = Reply(*self._recorded(place, step, self.asked[place].ids.tolist(), all_ids))
+            except TookTooLong as late:
+                self._leave(place, "step", late)
+                return TurnOutcome(None, errors=1, is_cut=True)
         if reply.done:
             return TurnOutcome(None, reward=reply.reward)
         said = [{"role": "user", "content": reply.observation}]
@@ -367,21 +372,27 @@ class Round:
     def _recorded(self, place: int, act: Callable[[], Any], *ids: list[int]) -> Any:
         """What an act on the environment returns. With `state_dict`, a resumed run takes it and the state after it from
         its records."""
-        environment, one = self._all.environment, self._found[place].environment
+        environment = self._all.environment
         assert environment is not None
         if not environment.has_state:
             return act()
-        key = self._all.results.key(self._seed, ids, self._numbers[place])
+        key, where = self._all.results.key(self._seed, ids, self._numbers[place]), self._prompts[place].place
         if (known := self._all.results.take(key)) is not None:
-            one.load_state_dict(known["state"])
+            with failing(environment.name, f"failed in load_state_dict at {where}"):
+                environment.load_state(place, known["state"])
             return known["found"]
         found = act()
-        if environment.objects[place] is one:  # else its time was over
-            self._all.results.add(key, found=found, state=one.state_dict())
+        with failing(environment.name, f"failed in state_dict at {where}"):
+            state = environment.state(place)
+        self._all.results.add(key, found=found, state=state)
         return found
 
 
 def _message(turn: Turn) -> dict[str, Any]:
-    """A turn as a message."""
-    calls = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in turn.calls]
+    """A turn as a message. Malformed calls are in its content."""
+    calls = [
+        {"type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+        for one in turn.calls
+        if not one.error
+    ]
     return {"role": "assistant", "content": turn.content} | ({"tool_calls": calls} if calls else {})

@@ -15,21 +15,19 @@ there are the arguments `environments` (in one process) and `environment_reward`
 Source: TRL's protocol, so that its reward functions run here.
 """
 
-import asyncio
-import copy
 import inspect
-import json
-import math
 import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lean_ft.data import Prompt
 from lean_ft.data.columns import Document
@@ -40,10 +38,12 @@ from lean_ft.models.device import resolve_device
 from lean_ft.online.episodes import Episode
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings import Reward
+from lean_ft.system.foreign_values import valid_text
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.unchanged_process import UnchangedProcess
+from lean_ft.system.user_code import Failed, as_json, begin, finite_number, settle
 from lean_ft.system.user_functions import check_function, load_function, without_os_exit
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
@@ -142,7 +142,6 @@ class Rewards:
         self._functions: list[Function] = []
         self._ignores_environment = False  # and that was reported
         self._unchanged = UnchangedProcess(resolve_device(device))
-        self._loop = asyncio.Runner()  # one for the whole run, since async functions keep their connections
         if ranks.rank == 0:
             for one in self._settings:
                 own = one.model is not None
@@ -158,6 +157,11 @@ class Rewards:
         episodes = [one for one in samples if isinstance(one, Episode)]
         asked = {i: one for i, one in enumerate(samples) if isinstance(one, Episode) and one.asked}
         extras = defaultdict[str, list[Any]](list)
+
+        def log_extra(column: str, values: Iterable[Any]) -> None:
+            name = valid_text(str(column))
+            extras[name] += as_json(list(values), f"log_extra({name!r}, ...)", otherwise=str)  # a checkpoint holds JSON
+
         given: dict[str, Any] = {
             "prompts": [asked[i].prompt if i in asked else prompt.asked for i, prompt in enumerate(prompts)],
             "completions": [
@@ -167,10 +171,10 @@ class Rewards:
             "prompt_ids": [asked[i].asked if i in asked else prompt.ids for i, prompt in enumerate(prompts)],
             "completion_ids": [one.ids for one in samples],
             "ended": [one.ended for one in samples],
-            "log_extra": lambda column, values: extras[column].extend(values),
+            "log_extra": log_extra,
         }
         if any(one.environment is not None for one in episodes):
-            given["environments"] = tuple(one.environment for one in episodes)  # not a list, which is copied
+            given["environments"] = [one.environment for one in episodes]
         if len(episodes) == len(samples):
             given["environment_reward"] = own = [one.reward for one in episodes]
             is_read = self._ignores_environment or "environment" in [one.name for one in self._settings]
@@ -194,8 +198,7 @@ class Rewards:
         for row in each:
             judged = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
             totals.append(sum(judged) if judged else None)
-        plain = json.dumps(extras, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-        return Scores(totals, each, texts, json.loads(plain, parse_constant=str))  # a checkpoint holds JSON without NaN
+        return Scores(totals, each, texts, extras)
 
     def _text(self, one: Sample) -> str:
         """The text of a completion; of several turns, that of the last one."""
@@ -220,35 +223,37 @@ class Rewards:
             if one.model is None:  # a length is that of sampled tokens
                 of_models["completion_ids"] = sampled_ids
             taken = _taken(one.name, function, given | of_models if reads_texts else given)
-            calls.append(partial(_tried, function, taken))
+            calls.append(partial(_begun, one.name, function, taken, reads_texts))
             with self._unchanged(f"the reward {one.name}", seed):
                 found.append(calls[-1](slice(None)))
-        waiting = [name for name, value in zip(names, found, strict=True) if inspect.isawaitable(value)]
-        with self._unchanged(f"the reward {' or '.join(waiting)}", seed):
-            found = self._settle(found)
+        found = self._settled(names, found, seed)
         for name, call, value in zip(names, calls, found, strict=True):
-            if isinstance(value, BaseException):
+            if isinstance(value, Failed):
                 raise TrainingFailed(
-                    f"the reward {name} failed at {self._failing(call, prompts)}: {type(value).__name__}: {value}\nThe run keeps "
-                    "its last completed step. Fix the function and repeat the command."
-                ) from value
+                    f"the reward {name} failed at {self._failing(name, call, prompts)}: {value}\nThe run keeps its last "
+                    "completed step. Fix the function and repeat the command."
+                ) from value.error
         return [_checked(name, values, prompts) for name, values in zip(names, found, strict=True)]
 
-    def _settle(self, found: Sequence[Any]) -> Sequence[Any]:
-        """Wait for those that are awaitable: in another thread if this one runs a loop already, as in a notebook."""
-        if not any(map(inspect.isawaitable, found)):
-            return found
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._loop.run(_settled(found))
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(self._loop.run, _settled(found)).result()
+    def _settled(self, names: Sequence[str], found: Sequence[Any], seed: int) -> list[Any]:
+        """Wait for results that are awaitable, in the thread of the event loop, where torch has modes of its own."""
+        waiting = [name for name, value in zip(names, found, strict=True) if inspect.isawaitable(value)]
+        computes_gradients = torch.is_grad_enabled()
 
-    def _failing(self, call: Callable[[slice], Any], prompts: Sequence[Prompt]) -> str:
+        @contextmanager
+        def around() -> Iterator[None]:
+            with (
+                torch.set_grad_enabled(computes_gradients),
+                self._unchanged(f"the reward {' or '.join(waiting)}", seed),
+            ):
+                yield
+
+        return settle(found, [f"the reward {name}" for name in names], around=around)
+
+    def _failing(self, name: str, call: Callable[[slice], Any], prompts: Sequence[Prompt]) -> str:
         """The place of the first row for which the function fails alone."""
         for i, prompt in enumerate(prompts):
-            if isinstance(self._settle([call(slice(i, i + 1))])[0], BaseException):
+            if isinstance(settle([call(slice(i, i + 1))], [f"the reward {name}"])[0], Failed):
                 return prompt.place
         return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
 
@@ -257,30 +262,18 @@ def _messages(one: Sample, text: str) -> list[dict[str, Any]]:
     return one.messages if isinstance(one, Episode) else [{"role": "assistant", "content": text}]
 
 
-def _tried(function: Function, taken: dict[str, Any], rows: slice) -> Any:
-    """Return the function's result for these rows, which may be awaitable, or its error."""
-    try:  # with copies, because it may change its arguments
-        parts = {k: v[rows] if isinstance(v, list | tuple) else v for k, v in taken.items()}
-        found = function(**{k: copy.deepcopy(v) if isinstance(v, list) else v for k, v in parts.items()})
+def _begun(name: str, function: Function, taken: dict[str, Any], is_ours: bool, rows: slice) -> Any:
+    """Call a reward function for these rows. Its result may be awaitable, or a Failed."""
+    taken = {key: values[rows] if isinstance(values, list) else values for key, values in taken.items()}
+    # Ours change nothing. Environments are the objects themselves.
+    shared = taken if is_ours else {"environments": taken["environments"]} if "environments" in taken else {}
+    copies = {key: values for key, values in taken.items() if key not in shared}
+
+    def listed(**taken: Any) -> Any:
+        found = function(**taken, **shared)
         return list(found) if isinstance(found, Iterator) else found
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too: it would end the run as if it were complete
-        return error
 
-
-async def _settled(found: Sequence[Any]) -> list[Any]:
-    """Return each value, or the result or the error of an awaitable. Awaitables run concurrently."""
-
-    async def settle(one: Any) -> Any:
-        try:
-            return await one if inspect.isawaitable(one) else one
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            return error
-
-    return list(await asyncio.gather(*map(settle, found)))
+    return begin(listed, (), copies, what=f"the reward {name}")
 
 
 def _taken(name: str, function: Function, given: dict[str, Any]) -> dict[str, Any]:
@@ -312,15 +305,11 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
     numbers: list[float | None] = []
     for value, prompt in zip(values, prompts, strict=True):
         try:
-            one = value.item() if hasattr(value, "item") else value  # numpy's and torch's numbers
-            number = None if one is None or isinstance(one, str | bytes) else float(one)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor with several values, or 10**400
-            number = None
-        if value is not None and (number is None or not math.isfinite(number)):
+            numbers.append(finite_number(value))
+        except ValueError:
             raise TrainingFailed(
-                f"the reward {name} returned {str(value)[:80]} at {prompt.place}; expected a finite number, or None for no reward."
-            )
-        numbers.append(number)
+                f"the reward {name} returned {valid_text(str(value))[:80]} at {prompt.place}; expected a finite number, or None for no reward."
+            ) from None
     return numbers
 
 

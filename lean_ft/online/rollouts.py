@@ -64,6 +64,8 @@ class Rounds(Generic[BatchT]):
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
         self._shares_prompts, self.image_rules = share_prompts, prompts[0].text.image_rules
+        # Tokens that open and close an image: behind a sampled one, no image can come.
+        self._never_trained = frozenset[int]() if self.image_rules is None else self.image_rules.marks
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
         self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
         if self.num_answers % generation.num_answers:
@@ -107,7 +109,8 @@ class Rounds(Generic[BatchT]):
     def sample(self, answer: Callable[[list[Prompt], int], list[Sample]], score: Rewards) -> None:
         """Fill the next round. `answer`: a `Sampler`, or, without `generation.ahead`, a function of prompts and a seed.
 
-        All sampled tokens of a completion are trained, or none: without a reward, or if cut with `loss.mask_truncated`.
+        All sampled tokens of a completion are trained, except those around images, or none: without a reward, or if cut with
+        `loss.mask_truncated`.
         """
         started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
@@ -147,7 +150,8 @@ class Rounds(Generic[BatchT]):
         for i, answer in enumerate(answers):
             answer.extras = {column: values[i] for column, values in scores.extras.items()}
             answer.experts = samples[i].experts
-            answer.trained = samples[i].sampled or answer.trained
+            sampled = zip(answer.ids, samples[i].sampled or answer.trained, strict=True)
+            answer.trained = [own and token not in self._never_trained for token, own in sampled]
             if isinstance(one := samples[i], Episode):
                 answer.episode, answer.asked = one.told, one.asked
         self._place += len(asked)
@@ -413,7 +417,7 @@ class PairRollouts(Rounds[PairBatch]):
         size, rows = self._cfg.generation.num_answers, self._cfg.batch_size
         pairs = []
         for start in range(first * rows * size, end * rows * size, size):
-            judged = [one for one in self._answers[start : start + size] if one.reward is not None]
+            judged = [one for one in self._answers[start : start + size] if self._counts(one) and one.num_sampled]
             best = max(judged, key=lambda one: one.reward or 0.0, default=None)
             worst = min(judged, key=lambda one: one.reward or 0.0, default=None)
             if best is not None and worst is not None and best.reward != worst.reward:

@@ -1,5 +1,6 @@
 """Find a trained model by a folder, a checkpoint, a run directory, a hub id, or an adapter that names its base model."""
 
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,13 @@ def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path
     tokenizer = load_tokenizer(tokenizer_folder(*folders) or folders[-1], chat_template)
     checkpoint = next((folder for folder in folders if (folder / TRAINING_STATE_FILE).is_file()), None)
     settings = {} if checkpoint is None else read_training_state(checkpoint)["settings"]
-    tokenizer.chat_template_kwargs = _template_kwargs(settings)
+    tokenizer.chat_template_kwargs = template_kwargs(settings)
     if images is not None:
-        tokenizer.image_rules = image_rules(images, settings.get("data.image_tokens"))
+        tokenizer.image_rules = image_rules(images, settings.get("data.image_tokens"), tokenizer.added_tokens)
     return tokenizer
 
 
-def _template_kwargs(settings: dict[str, Any]) -> dict[str, Any]:
+def template_kwargs(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The group `data.chat_template_kwargs` of settings by dotted key."""
     prefix, found = "data.chat_template_kwargs.", dict[str, Any]()
     for key, value in settings.items():

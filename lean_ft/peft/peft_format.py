@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,11 @@ from lean_ft.models import Decoder
 from lean_ft.models.config_json import kind_of_scores
 from lean_ft.models.frozen_weight import as_frozen
 from lean_ft.models.moe import Router, experts_of
-from lean_ft.models.safetensors_file import read_same, write_file
+from lean_ft.models.safetensors_file import StoredTensor, read_same, write_file
 from lean_ft.models.source import name_in_language_model, source_of
 from lean_ft.models.stored_weights import weights_fingerprint
 from lean_ft.models.vision.config import SPELLINGS
+from lean_ft.peft.expert_pairs import names_by_expert, stack_pairs
 from lean_ft.peft.experts import PROJECTIONS
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, adapted_layers, linear_shape
 from lean_ft.peft.lora import OUTPUT, SCORE, has_adapter, put_adapter
@@ -54,6 +55,7 @@ from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import write_json
 
 _ALONE = "Load one adapter alone, or merge the others first (leanft export --merge)."
+_OF_ONE_EXPERT = re.compile(r"\bexperts\.(\d+\.|\w+\.\d+$)", re.ASCII)
 _NO_TARGETS = "dummy-target-modules"  # PEFT's value for an adapter without layers
 
 
@@ -109,7 +111,8 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     """
     folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
     by_name = {name_in_language_model(name, SPELLINGS) or name: part for name, part in own.items()}
-    read_same(read_adapter(folder).tensors, by_name, folder, what="adapter", begun_with="the lora settings")
+    stored = cast(dict[str, StoredTensor], read_adapter(folder).tensors)  # nothing is stacked before it fits a model
+    read_same(stored, by_name, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies
             stem = _stem(model, name, layers)
@@ -261,11 +264,13 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
         if not adapter.tensors:
             raise ValueError(f"{adapter.folder} has only {unread}, and lean_ft computes text.")
         say("adapter", f"{adapter.folder}: not read are {unread}")
+    adapter = stack_pairs(model, adapter)
     modules, stacks, shapes = dict(model.named_modules()), experts_of(model), dict(adapter.shapes)
-    own_names = {model.source.module_name(own, in_whole=False): own for own in modules}
+    own_names = _names_of_older_transformers(model)
+    own_names |= {model.source.module_name(own, in_whole=False): own for own in modules}
     renamed = {theirs: own for theirs, own in own_names.items() if own not in stacks}
     for name, shape in adapter.shapes.items():
-        place = own_names.get(stem := name.removesuffix(".base_layer"), "")
+        place = own_names.get(name.removesuffix(".base_layer"), "")
         if place not in stacks:
             continue
         stored = [adapter.tensors[name + ending].shape for ending in OF_LINEAR if name + ending in adapter.tensors]
@@ -273,7 +278,8 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
             num_experts, num_outputs, num_inputs = _sizes(model, layer := f"{place}.{projection}")
             if [sides[axis] for sides, axis in zip(stored, (1, 0), strict=False)] == [num_inputs, num_outputs]:
                 renamed[name] = layer
-                shapes[name] = stored_shape(adapter.config, f"{stem}.{projection}", shape.rank // num_experts)
+                in_file = f"{adapter.names[name].removesuffix('.base_layer')}.{projection}"
+                shapes[name] = stored_shape(adapter.config, in_file, shape.rank // num_experts)
 
     def own(name: str) -> str:
         layer, *ending = re.split(r"(?=\.lora_|\.token_adapter\.)", name, maxsplit=1)
@@ -283,6 +289,14 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
         {own(name): value for name, value in found.items()} for found in (shapes, adapter.tensors, adapter.rows)
     )
     return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
+
+
+def _names_of_older_transformers(model: Decoder) -> dict[str, str]:
+    """Our names of layers by those of transformers 4, in which modules had the names of the folder's tensors."""
+    places = {
+        name: model.source.places(f"{name}.weight") for name, module in model.named_modules() if is_adaptable(module)
+    }
+    return {stored.removesuffix(".weight"): name for name, (stored, *others) in places.items() if not others}
 
 
 def _sizes(model: Decoder, name: str) -> tuple[int, int, int]:
@@ -308,8 +322,8 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
         try:
             num_layers, num_outputs, num_inputs = _sizes(model, name)
         except AttributeError:
-            lack = "cannot be adapted here" if name in modules else f"{what} does not have"
-            raise ValueError(f"{adapter.folder} adapts {name}, which {lack}. {other}") from None
+            lack = _lack(model, name, what)
+            raise ValueError(f"{adapter.folder} adapts {name}, {lack}. {other}") from None
         a, b = _endings(modules[name]) if name in modules else OF_LINEAR
         expected[name + a] = (shape.rank * num_layers, num_inputs)
         expected[name + b] = (num_outputs, shape.rank * num_layers)
@@ -345,6 +359,17 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             raise ValueError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}; {what} needs {list(shape)}. {other}"
             )
+
+
+def _lack(model: Decoder, name: str, what: str) -> str:
+    """Why the model takes no adapter of a layer, as a clause after its name."""
+    if name in dict(model.named_modules()):
+        return "which cannot be adapted here"
+    stacks = list(experts_of(model).values())
+    if not stacks or not _OF_ONE_EXPERT.search(name):
+        return f"which {what} does not have"
+    known = f"{', '.join(names_by_expert(model))}, with * from 0 to {stacks[0].config.num_experts - 1}"
+    return f"a layer of one expert under a name or a number that is not read. Read are {known}"
 
 
 def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:

@@ -4,11 +4,10 @@ The tensors define the adapted layers and their ranks; the config defines the sc
 result is refused by name. Only safetensors are read, because a pickled adapter can run code.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,8 +18,12 @@ from lean_ft.models.source import is_of_images, name_in_language_model
 from lean_ft.models.vision.config import SPELLINGS
 from lean_ft.peft.layers import AdapterShape
 from lean_ft.peft.lora import SCORE
+from lean_ft.peft.name_patterns import NamePatterns
 from lean_ft.peft.new_rows import ENDING
 from lean_ft.system.whole_files import read_json
+
+if TYPE_CHECKING:
+    from lean_ft.peft.expert_pairs import StackedFactor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -41,7 +44,6 @@ _KNOWN_FIELDS = {
     *("lora_ga_config", "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
     *("runtime_config", "task_type", "trainable_token_indices", "fan_in_fan_out"),  # the last: how the base is stored
 }
-_NAME_PATTERN = re.compile(r"(\^)?(?:\.\*\\\.)?((?:[\w.-]|\\[.-])+)\$?", re.ASCII)
 # Values of `init_lora_weights` that do not change the model's own weights.
 _HARMLESS_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
 
@@ -54,8 +56,9 @@ class StoredAdapter:
     config: dict[str, Any]
     base_model: str | None
     shapes: dict[str, AdapterShape]  # by layer name
-    tensors: dict[str, StoredTensor]  # by name in the language model, without PEFT's prefix
+    tensors: dict[str, "StoredTensor | StackedFactor"]  # by name in the language model, without PEFT's prefix
     rows: dict[str, list[int]]  # ids of tokens with stored rows, by layer name
+    names: dict[str, str]  # of layers in the file, by their name in the language model
     outside: list[str]  # tensors of a multimodal model's layers that the model does not have
 
     def without_tower(self) -> "StoredAdapter":
@@ -99,7 +102,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = " Its weights are pickled, which can run code when opened. Save it as safetensors with PEFT."
         raise ValueError(f"{folder} has no {WEIGHTS_FILE}.{pickled if (folder / 'adapter_model.bin').exists() else ''}")
-    tensors, outside = dict[str, StoredTensor](), list[str]()
+    tensors, in_file, outside = dict[str, "StoredTensor | StackedFactor"](), dict[str, str](), list[str]()
     for name, stored in read_header(folder / WEIGHTS_FILE).items():
         if not stored.shape or 0 in stored.shape:
             found = f"{name} has the shape {list(stored.shape)}"
@@ -114,18 +117,23 @@ def read_adapter(folder: Path) -> StoredAdapter:
             continue
         if own in tensors:
             raise ValueError(f"{stored.file} has two tensors for {own}, under different names. Remove one of them.")
-        tensors[own] = stored
-    shapes = {}
+        tensors[own], in_file[own] = stored, name
+    shapes, names = {}, {}
     for name, stored in tensors.items():
         if name.endswith((OF_LINEAR[0], OF_EMBEDDING[0])):
             layer = name.removesuffix(OF_LINEAR[0]).removesuffix(OF_EMBEDDING[0])
-            shapes[layer] = stored_shape(config, layer, rank=stored.shape[0])
+            if len(stored.shape) != 2 or not stored.shape[0]:
+                shape = f"{name} has shape {list(stored.shape)}"
+                raise ValueError(f"{stored.file}: {shape}; expected a matrix with at least one row, the rank.")
+            names[layer] = in_file[name].removesuffix(OF_LINEAR[0]).removesuffix(OF_EMBEDDING[0])
+            shapes[layer] = stored_shape(config, names[layer], rank=stored.shape[0])
     model, revision = config.get("base_model_name_or_path"), config.get("revision")
     base = f"{model}@{revision}" if model and revision else model or None
-    return StoredAdapter(folder, config, base, shapes, tensors, _stored_rows(folder, config, tensors), outside)
+    rows = _stored_rows(folder, config, tensors)
+    return StoredAdapter(folder, config, base, shapes, tensors, rows, names, outside)
 
 
-def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, list[int]]:
+def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any]) -> dict[str, list[int]]:
     indices = config.get("trainable_token_indices") or {}
     rows = {}
     for layer in (name.removesuffix(ENDING) for name in tensors if name.endswith(ENDING)):
@@ -185,34 +193,30 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_ALPHA
 
 
-def _alphas(patterns: Any, file: Path) -> dict[str, tuple[int, float]]:
-    """The (position, alpha) of each `alpha_pattern`, by a layer's name or, after a dot, the end of a name.
-
-    PEFT accepts regular expressions, which in an untrusted file can run forever. PEFT itself writes names and ends of names.
-    """
-    found: dict[str, tuple[int, float]] = {}
+def _alphas(patterns: Any, file: Path) -> NamePatterns[float]:
+    """The alphas of `alpha_pattern`, by patterns of layers' names."""
     for pattern, alpha in patterns.items() if isinstance(patterns, dict) else [("", patterns)]:
-        name = _NAME_PATTERN.fullmatch(pattern)
-        if name is None or not _is_positive(alpha):
+        if not _is_positive(alpha):
             raise ValueError(
-                f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number for a layer's name or its last "
-                "parts. Regular expressions are not supported."
+                f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number of at most {MAX_ALPHA:.0e} for a "
+                "regular expression of layers' names."
             )
-        own = name[2].replace("\\", "")
-        own = name_in_language_model(own, SPELLINGS) or own
-        found.setdefault(("" if name[1] else ".") + own, (len(found), float(alpha)))
-    return found
+    try:
+        return NamePatterns({pattern: float(alpha) for pattern, alpha in patterns.items()})
+    except ValueError as error:
+        raise ValueError(f"{file}: alpha_pattern: {error}") from None
 
 
 def stored_shape(config: dict[str, Any], layer: str, rank: int) -> AdapterShape:
-    alphas, parts = config["alpha_pattern"], layer.split(".")
-    named = [layer, *("." + ".".join(parts[i:]) for i in range(len(parts)))]
-    matching = [alphas[name] for name in named if name in alphas] if alphas else []
-    _, alpha = min(matching, default=(0, float(config["lora_alpha"])))  # the first matching pattern
+    """The shape of the adapter of a layer, by its name in the file."""
+    try:
+        alpha = config["alpha_pattern"].find(layer, float(config["lora_alpha"]))
+    except ValueError as error:
+        raise ValueError(f"{CONFIG_FILE}: alpha_pattern: {error}") from None
     return AdapterShape(rank, alpha, bool(config.get("use_rslora")), bool(config.get("use_dora")))
 
 
-def read_tensor(stored: StoredTensor) -> Tensor:
+def read_tensor(stored: "StoredTensor | StackedFactor") -> Tensor:
     if stored.dtype is None or not stored.dtype.is_floating_point:
         raise ValueError(f"{stored.file}: a tensor has dtype {stored.dtype_name}; expected F32, BF16 or F16.")
     return stored.read()

@@ -5,6 +5,7 @@ a share of them that depends on their class: matrix products, attention, memory 
 from half of the published figures in docs/speed_tables.md.
 """
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,11 +18,13 @@ _LINKS = 0.8  # share of a link's published rate
 # The driver's context and kernel code, in addition to what PyTorch's allocator reserves.
 CUDA_CONTEXT_BYTES = GIB // 2
 # From PyTorch's getChosenWorkspaceSize; most cards have 8.125 MiB.
-_WORKSPACES: dict[str, int] = dict.fromkeys(("H100", "H200", "B200"), 32 * 2**20)
+_HOPPERS = ("H100", "H100 PCIe", "H100 NVL", "H200", "H200 NVL")
+_WORKSPACES: dict[str, int] = dict.fromkeys((*_HOPPERS, "B200"), 32 * 2**20)
 # L2 cache in MiB.
 _CACHES = {
     "T4": 4, "V100": 6, "RTX 3060": 3, "RTX 3090": 6, "RTX 4060 Ti": 32, "RTX 4090": 72, "RTX 5090": 96, "RTX A6000": 6,
-    "A10G": 6, "L4": 48, "L40S": 96, "A100 40GB": 40, "A100 80GB": 40, "H100": 50, "H200": 50, "B200": 126, "MI300X": 4,
+    "A10G": 6, "L4": 48, "L40S": 96, "A100 40GB": 40, "A100 80GB": 40, "B200": 126, "MI300X": 4,
+    **dict.fromkeys(_HOPPERS, 50), "V100 16GB": 6,
 }  # fmt: skip
 
 
@@ -100,6 +103,7 @@ ONE_DEVICE = Machines()
 # Other cards send over PCIe, and have a network of 100 Gbit/s each.
 _PEERS = {
     "V100": (150, 12.5),
+    "V100 16GB": (150, 12.5),
     "A100 40GB": (300, 25),
     "A100 80GB": (300, 25),
     "H100": (450, 50),
@@ -112,11 +116,13 @@ _NETWORK_GB_S = 12.5
 _PROCESSORS = {
     "T4": 40, "V100": 80, "RTX 3060": 28, "RTX 3090": 82, "RTX 4060 Ti": 34, "RTX 4090": 128, "RTX 5090": 170, "RTX A6000": 84,
     "A10G": 80, "L4": 58, "L40S": 142, "A100 40GB": 108, "A100 80GB": 108, "H100": 132, "H200": 132, "B200": 148, "MI300X": 304,
+    "V100 16GB": 80, "H100 PCIe": 114, "H100 NVL": 132, "H200 NVL": 132,
 }  # fmt: skip
 _TILE = (128, 128)
 # Compute capabilities; other cards are planned as an A100, 8.0.
 _CAPABILITIES = {
-    "T4": (7, 5), "V100": (7, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0), "MI300X": (9, 4),
+    "T4": (7, 5), "V100": (7, 0), "V100 16GB": (7, 0), "B200": (10, 0), "RTX 5090": (12, 0), "MI300X": (9, 4),
+    **dict.fromkeys(_HOPPERS, (9, 0)),
     **dict.fromkeys(("RTX 3060", "RTX 3090", "RTX A6000", "A10G"), (8, 6)),
     **dict.fromkeys(("RTX 4060 Ti", "RTX 4090", "L4", "L40S"), (8, 9)),
 }  # fmt: skip
@@ -126,9 +132,9 @@ _MEASURED = 1024  # rows and columns of the products that measure a CPU
 # reach less. Attention reaches less than products, the least on the cards with the fastest products.
 _PRODUCT_SHARES: dict[str, float] = {
     **dict.fromkeys(("RTX 3060", "RTX 3090", "RTX 4060 Ti", "RTX 4090", "RTX 5090"), 0.95),
-    **dict.fromkeys(("V100", "A100 40GB", "A100 80GB"), 0.85),
+    **dict.fromkeys(("V100", "V100 16GB", "A100 40GB", "A100 80GB"), 0.85),
 }
-_ATTENTION_SHARES: dict[str, float] = dict.fromkeys(("H100", "H200", "B200", "MI300X"), 0.3)
+_ATTENTION_SHARES: dict[str, float] = dict.fromkeys((*_HOPPERS, "B200", "MI300X"), 0.3)
 
 
 def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s: float, link_gb_s: float) -> Device:
@@ -160,6 +166,7 @@ DEVICES = {
     for card in (
         _card("T4", 14.6, 65, 8.1, 320, 16),
         _card("V100", 31.7, 125, 15.7, 900, 16),
+        _card("V100 16GB", 15.8, 125, 15.7, 900, 16),
         _card("RTX 3060", 11.8, 51, 12.7, 360, 32),
         _card("RTX 3090", 23.6, 71, 35.6, 936, 32),
         _card("RTX 4060 Ti", 15.6, 88, 22, 288, 16),
@@ -172,7 +179,10 @@ DEVICES = {
         _card("A100 40GB", 39.4, 312, 19.5, 1555, 32),
         _card("A100 80GB", 79.1, 312, 19.5, 2039, 32),
         _card("H100", 79.1, 989, 66.9, 3350, 64),
+        _card("H100 PCIe", 79.1, 756, 51.2, 2000, 64),
+        _card("H100 NVL", 93.1, 835, 60, 3938, 64),
         _card("H200", 139.8, 989, 66.9, 4800, 64),
+        _card("H200 NVL", 139.8, 835, 60, 4800, 64),
         _card("B200", 178.3, 2250, 80, 8000, 64),
         _card("MI300X", 191.7, 1307, 163.4, 5300, 64),
         # TFLOP/s from cores times clock, which Apple does not publish. Memory: the 3/4 that Metal allows one process.
@@ -227,12 +237,21 @@ def measured_cpu() -> Device:
     )
 
 
+# Parts of the names that drivers and clouds print, beside the card's own: a maker or series, a form factor, a kind of memory, and
+# a virtual function of an AMD card.
+_MAKERS = re.compile(r"^gpu \d+: |\(uuid: .*|nvidia|geforce|tesla|quadro|amd|instinct|gpu$")
+_FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|vf")
+_MEMORY = re.compile(r"(\d+)gi?b?")
+_GIB_PER_GB = (0.95, 1.12)  # of the memory in a card's name, over what the driver leaves of it
+
+
 def find_device(name: str) -> Device:
-    """The card of that name, ignoring case and spaces, or the only card whose name ends in it (`4090`). Raises ValueError with
-    the nearest name."""
-    wanted = _plain(name)
-    found = [card for card in DEVICES.values() if wanted and _plain(card.name).endswith(wanted)]
-    found = [card for card in found if _plain(card.name) == wanted] or found
+    """The card of a name in any spelling, also as torch and `nvidia-smi -L` print it (`NVIDIA A100-SXM4-80GB`), or the only card
+    whose name ends in it (`4090`). Raises ValueError with the nearest name."""
+    if (card := _named(name)) is not None:
+        return card
+    wanted = "".join(_words(name))
+    found = [card for card in DEVICES.values() if wanted and "".join(_words(card.name)).endswith(wanted)]
     if len(found) == 1:
         return found[0]
     raise ValueError(
@@ -241,8 +260,24 @@ def find_device(name: str) -> Device:
     )
 
 
-def _plain(name: str) -> str:
-    return name.lower().replace(" ", "").replace("nvidia", "").replace("geforce", "")
+def _named(name: str) -> Device | None:
+    """The card of a full name: as it is, without its form factor, or without its memory, if that is the card's."""
+    cards = {"".join(_words(card.name)): card for card in DEVICES.values()}
+    words = _words(name)
+    of_any_form = [word for word in words if not _FORM.fullmatch(word)]
+    for some in (words, of_any_form):
+        if (card := cards.get("".join(some))) is not None:
+            return card
+    sizes = [int(size[1]) for word in of_any_form if (size := _MEMORY.fullmatch(word))]
+    card = cards.get("".join(word for word in of_any_form if not _MEMORY.fullmatch(word)))
+    if card is None or card.memory_bytes is None or len(sizes) != 1:
+        return None
+    least, most = _GIB_PER_GB
+    return card if least <= sizes[0] * GIB / card.memory_bytes <= most else None
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9.]+", _MAKERS.sub(" ", name.strip().lower()))
 
 
 def choose_device(name: str | None, setting: str) -> Device:
@@ -256,11 +291,11 @@ def choose_device(name: str | None, setting: str) -> Device:
 
     if setting != "cpu" and torch.cuda.is_available():
         here = torch.cuda.get_device_properties(0)
-        known = max(
-            (card for card in DEVICES.values() if _plain(card.name) in _plain(here.name)),
-            key=lambda card: len(card.name),
-            default=DEVICES["A100 80GB"],
-        )
+        own = "".join(_words(here.name))
+        related = [
+            card for card in DEVICES.values() if "".join(_words(card.name)) in own
+        ]  # such as RTX 3090 of an RTX 3090 Ti
+        known = _named(here.name) or max(related, key=lambda card: len(card.name), default=DEVICES["A100 80GB"])
         return replace(
             known,
             name=here.name,

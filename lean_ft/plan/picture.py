@@ -44,7 +44,7 @@ def draw_timeline(rehearsal: Rehearsal, path: Path, planned: str, budget_bytes: 
         xlabel="estimated seconds into the step",
         ylabel="GiB alive",
         ylim=(0, None),
-        title=f"{planned}: peak in {rehearsal.peak.where}",
+        title=f"{planned}: peak in {rehearsal.peak.where}".replace("$", r"\$"),  # text, not mathematics
     )
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)

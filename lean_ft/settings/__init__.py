@@ -5,7 +5,7 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 """
 
 from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConfig, Reward, SamplingConfig, ToolsConfig
-from lean_ft.settings.base import Device, Dtype, Every, Fraction, GroupT, Settings, spelled_out
+from lean_ft.settings.base import Device, Dtype, Every, FilePath, Fraction, GroupT, Name, Settings, spelled_out
 from lean_ft.settings.data import (
     AnswerDataConfig,
     ClassificationDataConfig,
@@ -68,6 +68,7 @@ __all__ = [
     "DistillConfig",
     "Dtype",
     "Every",
+    "FilePath",
     "FormatName",
     "Fraction",
     "GenerationConfig",
@@ -79,6 +80,7 @@ __all__ = [
     "LossConfig",
     "MemoryConfig",
     "ModelConfig",
+    "Name",
     "OnlineConfig",
     "OptimizerConfig",
     "PPOLossConfig",

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from lean_ft.settings.base import Device, FunctionName, OwnFunction, PositiveShare, RegularExpression, Settings
+from lean_ft.settings.base import Device, FunctionName, Name, OwnFunction, PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
 from lean_ft.system.user_functions import check_function
 
@@ -78,7 +78,7 @@ class GenerationConfig(Settings):
     engine: Literal["own", "vllm", "sglang"] = "own"
     """What samples the completions: the model that trains (`own`), or a vLLM or SGLang server beside it (see
     docs/online.md)."""
-    engine_url: str = "http://127.0.0.1:8000"
+    engine_url: Name = "http://127.0.0.1:8000"
     """URL of the server, for engine=vllm and engine=sglang."""
     ahead: int = Field(0, ge=0, le=1)
     """1: the server samples the next round while this one trains, with the weights from before this round's updates.
@@ -100,7 +100,7 @@ class Reward(Settings):
 
     function: FunctionName | None = None
     """Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`, `environment`."""
-    model: str | None = None
+    model: Name | None = None
     """Instead of a function, a reward model: a run of `reward`, its checkpoint, another folder, or org/name."""
     weight: float = 1.0
     """Weight of this reward in the sum."""
@@ -157,7 +157,7 @@ class SamplingConfig(Settings):
 class AskedModelConfig(ModelConfig):
     """The model to run."""
 
-    path: str = "auto"
+    path: Name = "auto"
     """A run (its newest complete checkpoint), a checkpoint, an adapter, a Hugging Face model folder, a Hub repository
     (`org/name` or `org/name@revision`), or `tiny`, the embedded model. `auto` is the base model of `adapter`."""
 
@@ -177,7 +177,7 @@ class AskConfig(Settings):
     """The model to run, and how it samples."""
 
     model: AskedModelConfig = AskedModelConfig.model_validate({})
-    adapter: str | list[str] = Field([])
+    adapter: Name | list[Name] = Field([])
     """Folder of an adapter in PEFT's format, or a run that trained one. The adapters of a list are added up."""
     max_new_tokens: PositiveInt = 256
     """Maximum length of the answer in tokens."""

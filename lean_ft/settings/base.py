@@ -1,11 +1,13 @@
 """Base class of the groups of settings, and common types of values."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 
-from lean_ft.system.user_functions import as_setting
+from lean_ft.system.redaction import CONTROL
+from lean_ft.system.user_functions import as_factory, as_setting
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -26,11 +28,25 @@ Dtype = Annotated[Literal["bfloat16", "float32", "float16"], BeforeValidator(spe
 Device = Annotated[
     Literal["auto", "cuda", "cpu", "mps"],
     BeforeValidator(spelled_out),
-    Field(description="`auto` takes cuda, then mps, then cpu."),
+    Field(description="`auto` takes cuda, then mps, then cpu. `leanft plan --device-name` takes the name of a card."),
 ]
+
+
+def _has_no_control_characters(name: Any) -> Any:
+    if CONTROL.search(str(name)) or re.search(r"[\t\n]", str(name)):
+        raise ValueError(
+            f"expected a path or a name on one line without control characters, found {str(name)!r}. Rename it: scripts, "
+            "terminals and other programs that get this name could run a part of it."
+        )
+    return name
+
+
+# A path, or a name that other programs get. They are written into scripts, commands to copy, and logs.
+Name = Annotated[str, AfterValidator(_has_no_control_characters)]
+FilePath = Annotated[Path, AfterValidator(_has_no_control_characters)]
 # `resume=true` and `resume=false`, as in other tools, are `auto` and `never`.
 Resume = Annotated[
-    str, BeforeValidator(lambda value: {"true": "auto", "false": "never"}.get(str(value).lower(), value))
+    Name, BeforeValidator(lambda value: {"true": "auto", "false": "never"}.get(str(value).lower(), value))
 ]
 
 # Number of optimizer steps, a fraction of an epoch, or every epoch.
@@ -49,9 +65,13 @@ RegularExpression = Annotated[str, AfterValidator(_is_regular_expression)]
 
 
 # Text, or from Python a function, which becomes the text that stands for it.
-FunctionName = Annotated[str, BeforeValidator(as_setting)]
+FunctionName = Annotated[Name, BeforeValidator(as_setting)]
 # FILE.py:FUNCTION, a user's function. A union with this type needs AfterValidator(check_function).
 OwnFunction = Annotated[FunctionName, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
+# The same for a class, which stays a class, or a function that makes objects.
+OwnFactory = Annotated[
+    Annotated[str, BeforeValidator(as_factory)], Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})
+]
 
 
 class Settings(BaseModel):

@@ -26,6 +26,14 @@ from lean_ft.system import catalog
 
 Values = dict[str, Any]  # dotted key -> value
 MAX_REMARKS, MAX_CHARACTERS = 200, 1000
+_JOINED = (
+    "log.to",
+    "freeze",
+    "train",
+    "model.new_tokens",
+    "lora.targets",
+    "eval_tasks",
+)  # lists that several keys add to
 
 
 @cache
@@ -43,6 +51,7 @@ class Preset:
     remarks: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)  # their keys
     assumed: Collection[str] = ()  # their keys that are not set
+    given: dict[str, str] = field(default_factory=dict)  # our setting -> the key that set it
 
     def remark(self, text: str) -> None:
         if len(self.remarks) < MAX_REMARKS:
@@ -80,7 +89,10 @@ class Preset:
         shown = [f"{key}={to_yaml(value, flow=True)}" for key, value in missing.items() if value is not None]
         if shown:
             self.remark(f"defaults of {tool['title']}: {', '.join(shown)}")
-        self.settings["optimizer.betas"] = [left.pop("adam_beta1", None) or 0.9, left.pop("adam_beta2", None) or 0.999]
+        betas = (left.pop("adam_beta1", None), left.pop("adam_beta2", None))
+        self.settings["optimizer.betas"] = [
+            given if given is not None else ours for given, ours in zip(betas, (0.9, 0.999), strict=True)
+        ]
         self.take_all(left | missing, first)
         if any(left.get(key) for key in ("deepspeed", "fsdp", "fsdp_version", "dp_shard_size", "dp_replicate_size")):
             counts = f"{tool['title']} counts per process. Multiply it by the number of processes."
@@ -105,6 +117,10 @@ class Preset:
             self.remark(
                 f"data.validation_fraction: a number of rows ({size}) has no equivalent. Set a fraction below 1."
             )
+        if not self.settings.get("quantize.train"):
+            self.settings.pop("quantize.group_size", None)
+        if self.settings.get("optimizer.in_backward") and "max_grad_norm" in self.assumed:
+            self.settings.pop("clip_grad_norm", None)  # their layer-wise updates are not clipped either
         if self.recipe == "kto" and self.settings.get("batch_size") == 1:
             steps = self.settings.get("gradient_accumulation_steps")
             self.settings["gradient_accumulation_steps"] = -(-steps // 2) if isinstance(steps, int) else 1
@@ -159,10 +175,38 @@ class Preset:
                 self.recipe = text
             elif value is not None or VALUE not in text:
                 found = _value(text, value)
-                self.settings[ours + entry] = spelled_out(found) if ours == "model.dtype" else found
+                self._set(key, ours + entry, spelled_out(found) if ours == "model.dtype" else found)
         self.converted += [] if key in self.assumed else [key]
         if one.note and isinstance(table(self.tool).get(key), dict):  # what only this value needs
             self.remark(f"{key}: {one.note}.")
+
+    def _set(self, key: str, ours: str, value: Any) -> None:
+        """Set one of our settings. If another key has set it, lists are joined, our default word gives way to another, and two
+        other values get a remark."""
+        before = self.settings.get(ours)
+        if (earlier := self.given.get(ours)) is not None and before != value:
+            default = _defaults(self.recipe).get(ours)
+            off = (None, default) if isinstance(default, bool | str) else (None,)  # a number is as good as another
+            if ours in _JOINED and isinstance(before, list) and isinstance(value, list):
+                value = [*before, *(one for one in value if one not in before)]
+            elif value in off or key in self.assumed:
+                return
+            elif before not in off:
+                self.remark(
+                    f"{earlier} and {key} both set {ours}. The preset has {to_yaml(value, flow=True)}, of {key}."
+                )
+        self.settings[ours], self.given[ours] = value, key
+
+    def share(self, found: Values) -> None:
+        """Set settings that a data set has, and that are for all rows."""
+        for name, value in found.items():
+            before = self.settings.get(f"data.{name}", value)
+            if before != value and f"data.{name}" in self.given:
+                self.remark(
+                    f"datasets: data.{name} is {before} for some rows and {value} for others. The preset has {value}."
+                )
+            self.settings[f"data.{name}"] = value
+            self.given[f"data.{name}"] = "datasets"
 
     def text(self, source: str) -> str:
         """Return the preset as YAML without default values. Remarks become comments."""

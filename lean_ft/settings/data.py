@@ -1,11 +1,10 @@
 """Settings of data: sources, lengths, packing, and the data of each objective."""
 
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from lean_ft.settings.base import Fraction, OwnFunction, Settings
+from lean_ft.settings.base import FilePath, Fraction, Name, OwnFunction, Settings
 from lean_ft.system.user_functions import check_function
 
 FormatName = Annotated[
@@ -30,7 +29,7 @@ FormatName = Annotated[
 class DataSource(Settings):
     """One of several data sources."""
 
-    path: str
+    path: Name
     """A file, a glob pattern, or a Hugging Face dataset."""
     format: FormatName | None = None
     """Same as data.format, for this source only."""
@@ -39,13 +38,13 @@ class DataSource(Settings):
     weight: PositiveFloat = 1.0
     """How often an epoch uses each row of this source. 2 uses all rows twice; 0.5 uses half of them, chosen by the seed
     and the same in every epoch."""
-    subset: str | None = None
+    subset: Name | None = None
     """Same as data.subset, for this source only."""
-    split: str | None = None
+    split: Name | None = None
     """Same as data.split, for this source only."""
 
 
-Sources = str | list[str | DataSource]
+Sources = Name | list[Name | DataSource]
 
 
 class RowsConfig(Settings):
@@ -60,9 +59,9 @@ class RowsConfig(Settings):
     function from a row to one of the formats."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Your field names for lean_ft's: `columns.prompt=question`."""
-    subset: str | None = None
+    subset: Name | None = None
     """Subset (configuration) of a Hugging Face dataset that has several."""
-    split: str = "train"
+    split: Name = "train"
     """Split of a Hugging Face dataset, or a slice of it in percent or rows: `train[:95%]`, `train[100:200]`. A file has
     one split, `train`."""
     streaming: bool = False
@@ -77,7 +76,7 @@ class RowsConfig(Settings):
     """Held-out rows for evaluation, given like `source`, without weights."""
     validation_fraction: Fraction = 0.0
     """Fraction of the rows to hold out for evaluation if validation_source is not set."""
-    chat_template: Path | None = None
+    chat_template: FilePath | None = None
     """File with a Jinja chat template that replaces the model's. It is saved with the checkpoints."""
     system: str | None = None
     """System message to add to every chat that does not begin with one."""
@@ -141,11 +140,12 @@ class PromptDataConfig(RowsConfig):
             )
         return self
 
-    @property
-    def rows(self) -> "PromptRowsConfig":
-        """The same settings, for what reads all kinds of rows: `max_length` is the prompt's."""
+    def rows(self, tools: list[dict[str, Any]]) -> "PromptRowsConfig":
+        """The same settings, for what reads all kinds of rows: `max_length` is the prompt's. tools: JSON schemas of the run's
+        tools, which the chat template writes into each prompt."""
         shared = {name: getattr(self, name) for name in RowsConfig.model_fields}
-        return PromptRowsConfig.model_construct(**shared | {"format": "prompts", "max_length": self.max_prompt_length})
+        more = {"format": "prompts", "max_length": self.max_prompt_length, "tools": tools}
+        return PromptRowsConfig.model_construct(**shared | more)
 
 
 class DataConfig(RowsConfig):
@@ -175,7 +175,7 @@ class DataConfig(RowsConfig):
     fit, instead of batch_size rows."""
     num_processes: PositiveInt | None = None
     """Number of processes that tokenize the rows. null uses one per available core."""
-    cache_dir: Path | None = None
+    cache_dir: FilePath | None = None
     """Folder for prepared data, reused by the next run. null uses the environment variable LEAN_FT_CACHE, or
     lean_ft/data in the user's cache (~/.cache). You can delete it at any time."""
     cache_gib: PositiveFloat = 50.0
@@ -281,6 +281,9 @@ class PromptRowsConfig(DataConfig):
 
     objective: ClassVar[str] = "prompts"
 
+    tools: list[dict[str, Any]] = Field([])
+    """JSON schemas of the run's tools."""
+
 
 class ClassificationDataConfig(DataConfig):
     """Texts with labels."""
@@ -291,8 +294,8 @@ class ClassificationDataConfig(DataConfig):
     """`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes each batch one row
     without padding."""
     labels: list[str] | None = Field(None, min_length=2)
-    """Names of the labels in the order of the model's outputs; integers in rows index them. null: all labels of the
-    training rows, sorted."""
+    """Names of the labels in the order of the model's outputs; integers in rows index them, unless names are numbers.
+    null: all labels of the training rows, sorted, which integers do not index."""
     multi_label: Literal["auto"] | bool = "auto"
     """`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or in all
     rows a 0 or 1 for each label. `auto`: true if the first rows have `labels` and no `label`."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lean_ft.settings.converted_preset import Preset, Values, flat
+from lean_ft.settings.joined_settings import join_llama_factory
 from lean_ft.settings.strict_yaml import read_yaml_file
 
 _INSTRUCTIONS = {"prompt": "instruction", "query": "input", "response": "output"}  # their columns -> our fields
@@ -24,6 +25,7 @@ def convert_llama_factory(read: Values, file: Path) -> Preset:
     folder = str(left.get("dataset_dir") or "data")
     names = {key: left.pop(key, None) for key in ("dataset", "eval_dataset")}
     max_samples = left.pop("max_samples", None)
+    join_llama_factory(left, preset)
     preset.take_training(left, first=("stage", "finetuning_type"))
     for key, ours in (("dataset", "data.source"), ("eval_dataset", "data.validation_source")):
         given = names[key] or []
@@ -65,6 +67,10 @@ def _source(name: str, folder: str, file: Path, preset: Preset) -> Values:
     columns |= {ours: field for theirs, ours in _ALWAYS.items() if (field := given.pop(f"columns.{theirs}", None))}
     if format_ == "preference":
         columns.pop("output", None)
+    if "input" in columns:
+        preset.remark(
+            "dataset: LLaMA-Factory joins an instruction and its input by a line break, and lean_ft by an empty line."
+        )
     repository, file_name = given.pop("hf_hub_url", None), given.pop("file_name", None)
     place = repository or (info and file_name and str(info.parent / str(file_name))) or name
     source = {"path": place, "format": format_, "subset": given.pop("subset", None), "split": given.pop("split", None)}

@@ -1,6 +1,7 @@
 """Conversion of configurations of torchtune, axolotl and LLaMA-Factory into lean_ft presets."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lean_ft.settings.converted_preset import Preset
@@ -37,7 +38,7 @@ def refuse_other_tools(preset: Path) -> None:
     """Raise ValueError with the command that converts it, if `preset` is a configuration of another tool."""
     if tool := _tool_of(read_yaml_file(preset)[0]):
         raise ValueError(
-            f"{preset} is a configuration of {tool}. Convert it: leanft convert-config {preset} -o converted.yaml, and then "
+            f"{preset} is a configuration of {tool}. Convert it: leanft convert-config {quote(str(preset))} -o converted.yaml, and then "
             "leanft run converted.yaml"
         )
 

@@ -106,6 +106,11 @@ def _convert_model(left: Values, preset: Preset) -> None:
     reference = left.pop("ref_checkpointer.checkpoint_dir", None)
     if reference not in (None, left.get("checkpointer.checkpoint_dir")):
         preset.remark(f"ref_checkpointer: the reference is the model before training, not {reference}.")
+    folder, tokenizer = str(left.get("checkpointer.checkpoint_dir") or ""), left.get("tokenizer.path")
+    if folder and isinstance(tokenizer, str) and not Path(tokenizer).is_relative_to(folder):
+        preset.remark(
+            f"tokenizer.path: {tokenizer} is in another folder. The preset uses the tokenizer of the model's folder."
+        )
     settings["model.path"] = folder_of("checkpointer", builder)
     if preset.recipe == "distill":
         settings["distill.teacher"] = folder_of("teacher_checkpointer", _component(left, "teacher_model"))
@@ -138,7 +143,10 @@ def _convert_data(left: Values, preset: Preset) -> None:
     settings |= {f"data.{name}": value for name, value in shared.items()}
     preset.set_sources("data.source", [source for source, _ in found])
     if held_out := below("dataset_val"):
-        preset.set_sources("data.validation_source", [_source(held_out, preset)[0]])
+        source, own = _source(held_out, preset)
+        preset.set_sources("data.validation_source", [source])
+        if own.get("train_on", shared.get("train_on")) == "all" != shared.get("train_on"):
+            preset.remark("dataset_val.train_on_input: held-out rows are trained on like the others (data.train_on).")
     if left.get("tokenizer.max_seq_len") is None and recipe != "grpo":
         preset.remark("tokenizer.max_seq_len: null is no limit in torchtune. The preset uses data.max_length=2048.")
 

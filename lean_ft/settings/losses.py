@@ -1,11 +1,10 @@
 """Settings of losses, reference models, value models and teachers."""
 
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
-from lean_ft.settings.base import Dtype, Fraction, OwnFunction, PositiveShare, Settings, Share
+from lean_ft.settings.base import Dtype, FilePath, Fraction, Name, OwnFunction, PositiveShare, Settings, Share
 from lean_ft.system.user_functions import check_function
 
 
@@ -280,7 +279,7 @@ class ValueConfig(Settings):
     """The value model, which predicts the remaining reward at each token. With an adapter it is an output layer on the
     policy, otherwise a separate model."""
 
-    path: str | None = None
+    path: Name | None = None
     """Initial weights of the value model: a language model, which gets an output layer of zeros, or a reward model.
     null is model.path."""
     lr_ratio: PositiveFloat = 10.0
@@ -290,14 +289,14 @@ class ValueConfig(Settings):
 class DistillConfig(Settings):
     """The teacher and the divergence from it; docs/distillation.md has the formulas."""
 
-    teacher: str | None = None
+    teacher: Name | None = None
     """The frozen teacher model, given like model.path. Family and size are free; the tokenizer must be the
     student's."""
     teacher_streamed: bool = False
     """Keep the teacher's layers in host memory and copy each to the GPU as it computes."""
     teacher_dtype: Dtype | Literal["nf4"] | None = None
     """Dtype of the teacher. `nf4` keeps its linear layers in 4 bits. null is model.dtype."""
-    cached: Path | None = None
+    cached: FilePath | None = None
     """Instead of a teacher: a folder with its likeliest next tokens, written by `leanft score`. For a teacher that does
     not fit beside the student."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"

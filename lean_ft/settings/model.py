@@ -4,18 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from lean_ft.settings.base import Dtype, Fraction, Settings, spelled_out
+from lean_ft.settings.base import Dtype, Fraction, Name, Settings, spelled_out
 from lean_ft.system.user_functions import use_family
 
 
 class ModelConfig(Settings):
     """The model that is trained."""
 
-    path: str
+    path: Name
     """A Hugging Face model folder, a run (its newest checkpoint), a Hub repository (`org/name` or `org/name@revision`),
     a GGUF file (`model.gguf`, or `org/name:model.gguf` of a repository), or an embedded model (`tiny`, `tiny-images`,
     `tiny-tools`). A run records the commit or checkpoint and resumes with it."""
-    family: Annotated[str | None, AfterValidator(use_family)] = None
+    family: Annotated[Name | None, AfterValidator(use_family)] = None
     """Your own row of a family that lean_ft does not read, `my_family.py:NAME`: a `Family` in a variable with the model_type's name,
     with `_` for `-`. See docs/new_family.md. Every command that reads the model or its checkpoints needs it, also `--family` of
     export, serve and score. A run uses the row as it was when its model was read."""

@@ -23,9 +23,11 @@ from lean_ft.settings.answers import GenerationConfig, Reward, ToolsConfig
 from lean_ft.settings.base import (
     Device,
     Every,
+    FilePath,
     FunctionName,
     GroupT,
-    OwnFunction,
+    Name,
+    OwnFactory,
     RegularExpression,
     Resume,
     Settings,
@@ -67,9 +69,9 @@ class LogConfig(Settings):
     """Loggers beside metrics.jsonl. `csv` writes metrics.csv and `tensorboard` writes event files, both into
     output_dir. `wandb`, `mlflow`, `trackio` and `swanlab` are services, or folders in output_dir with log.offline. A
     resumed run continues the same record."""
-    project: str = "lean_ft"
+    project: Name = "lean_ft"
     """Project name in wandb, trackio and swanlab, experiment name in mlflow."""
-    name: str | None = None
+    name: Name | None = None
     """Run name in these services. null: the last part of output_dir."""
     offline: bool = False
     """Write the files of these services into output_dir and use no network."""
@@ -110,7 +112,7 @@ class RecipeConfig(Settings):
     eval_pattern: RegularExpression | None = None
     """Regular expression that selects what eval_answers compares: the first group of its last match, in the model's
     answer and in the held-out one. For GSM8K: `#### (.*)`."""
-    eval_tasks: list[str] = Field(default_factory=list)
+    eval_tasks: list[Name] = Field(default_factory=list)
     """Tasks of lm-evaluation-harness to run after training, by name or as YAML files. Install the extra `eval`."""
     eval_tasks_every: Every = 0
     """Also run eval_tasks during training, as often as in eval_every. 0 runs them only at the end."""
@@ -148,7 +150,7 @@ class RecipeConfig(Settings):
     plan: Literal["auto"] | bool = "auto"
     """Simulate one step before the weights are loaded, and print its peak memory. `auto` does so for the recipes of
     lean_ft. For your own recipe, run `leanft plan`."""
-    output_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+    output_dir: Annotated[FilePath, AfterValidator(Path.expanduser)] = Field(
         DEFAULT_OUTPUT_DIR,
         validate_default=False,  # a Path, where strict JSON has text
     )
@@ -254,7 +256,7 @@ class OnlineConfig(AnswersConfig):
     `length`, and `environment`, the environment's own reward), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
     tools: ToolsConfig = ToolsConfig.model_validate({})
-    environment: Annotated[OwnFunction, AfterValidator(check_function)] | None = None
+    environment: Annotated[OwnFactory, AfterValidator(check_function)] | None = None
     """Your own environment, `my_env.py:Env`: a class with `reset(row)`, which returns what is added to the prompt, and
     `step(action)`, which returns an observation, a reward and whether the episode is over. Or a class whose methods are
     tools, with `reset(**row)` and perhaps `get_reward()`, as TRL's environment_factory. Or a function that makes an
@@ -272,7 +274,7 @@ class KeepTeacherConfig(Settings):
 
     model: ModelConfig
     data: SFTDataConfig
-    destination: Path
+    destination: FilePath
     """Folder to write, for distill.cached."""
     top_k: PositiveInt = 64
     """Number of likeliest next tokens to keep per target; 8 bytes each."""

@@ -245,8 +245,13 @@ class _Reader:
             return self.config_class.model_validate_json(json.dumps(self.values), strict=True), []
         except ValidationError as error:
             first_details: dict[str, Any] = {}
-            for detail in error.errors(include_url=False):  # one for each alternative of a union
-                first_details.setdefault(self._owner([str(part) for part in detail["loc"]]), detail)
+            for detail in error.errors(
+                include_url=False
+            ):  # one for each alternative of a union: the first with a reason
+                key = self._owner([str(part) for part in detail["loc"]])
+                has_reason = "error" in detail.get("ctx", {})
+                if key not in first_details or (has_reason and "error" not in first_details[key].get("ctx", {})):
+                    first_details[key] = detail
         missing = []
         for key, detail in first_details.items():
             setting, reason = self.settings.get(key), detail.get("ctx", {}).get("error")

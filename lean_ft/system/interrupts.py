@@ -25,6 +25,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = signal.SIGUSR1
 
 
+class Stopped(SystemExit):
+    """A signal ends the program: not an exit that user code asks for."""
+
+
 class _Handlers(ABC):
     """Installs signal handlers while entered; subclasses define what the first stop and a save do."""
 
@@ -106,7 +110,7 @@ class OutsideTraining(_Handlers):
             f"{received.name}: stopped outside the training steps; there is nothing to save. "
             f"To restart, or resume from the newest checkpoint:\n            {self._command}"
         )
-        raise SystemExit(128 + received)
+        raise Stopped(128 + received)
 
 
 def _write(message: str) -> None:

@@ -11,6 +11,7 @@ Not redacted: bad batches and prepared data, which contain the user's own rows, 
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -35,7 +36,11 @@ _NAMED = re.compile(
     r"(?!\[token\])((?!%26)[^&#;\s\"'<>\\)\]}])+",
     re.IGNORECASE,
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_GIVEN: dict[str, str] = {}  # absolute path of a run's folder -> the path that was given
+# Characters that move a terminal's cursor, end a line, reverse the order of letters, or are no text. Line feeds and tabs are not
+# among them.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_OR_BREAK = re.compile(CONTROL.pattern + r"|[\t\n]")
 
 
 def redact(text: str) -> str:
@@ -44,12 +49,18 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Return a copy of JSON or YAML data with all strings redacted, except the keys of objects."""
+    """Return a copy of JSON or YAML data with all strings redacted, names included."""
     secrets = _secrets()
 
     def redacted(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: redacted(inner) for name, inner in value.items()}
+            found: dict[Any, Any] = {}
+            for name, inner in value.items():
+                shown = once = redacted(name) if isinstance(name, str) else name
+                while shown in found:  # two names may become equal
+                    shown = f"{once} ({len(found)})"
+                found[shown] = redacted(inner)
+            return found
         if isinstance(value, list | tuple):
             return [redacted(inner) for inner in value]
         return _without(value, secrets) if isinstance(value, str) else value
@@ -69,6 +80,8 @@ def _secrets() -> list[str]:
 def _without(text: str, secrets: list[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, "[token]")
+    for folder, given in _GIVEN.items():
+        text = _replaced_folder(text, folder, given)
     return shorten_home(_NAMED.sub(r"\1[token]", _SECRET.sub("[token]", text)))
 
 
@@ -80,12 +93,37 @@ def printable(text: str, max_characters: int | None = None) -> str:
         kept = max_characters - 60
         left_out = f" ... ({len(text) - kept:,} characters left out) ... "
         text = text[: kept * 3 // 4] + left_out + text[len(text) - kept // 4 :]
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Return foreign text for a terminal: control characters become escapes such as `\\x1b`, and lines stay lines."""
+    return CONTROL.sub(_escape, text)
+
+
+def on_one_line(text: str) -> str:
+    """Return foreign text for one line of a file or of the terminal: line feeds and tabs become escapes too."""
+    return _CONTROL_OR_BREAK.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return repr(found[0])[1:-1]
 
 
 def shorten_home(text: str) -> str:
     """Replace the user's home by `~` at the start of paths in `text`."""
     home = os.path.expanduser("~").rstrip("/")
-    if not home or home == "~":
+    return text if not home or home == "~" else _replaced_folder(text, home, "~")
+
+
+def shown_as_given(folder: Path) -> Path:
+    """Return the folder as an absolute path. Redacted text has the path as it was given."""
+    if not folder.is_absolute():
+        _GIVEN[str(folder.absolute())] = str(folder)
+    return folder.absolute()
+
+
+def _replaced_folder(text: str, folder: str, name: str) -> str:
+    if folder not in text:
         return text
-    return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=/|\b(?![\w.-]))", "~", text)
+    return re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?=/|\b(?![\w.-]))", lambda _: name, text)

@@ -4,7 +4,7 @@
     run.json         the same facts for programs, with one entry per start of the run
     functions/       sources of the functions that were passed from Python
     metrics.jsonl    see lean_ft.training.metrics
-    tool_results.jsonl    results of tool calls since the last checkpoint
+    tool_results.jsonl    results of tool calls since the last checkpoint, for this user alone; removed when the run has ended
     step_00000100/   a checkpoint
       config.json, *.safetensors, tokenizer files     a Hugging Face folder; with an adapter, a PEFT adapter folder
       training_state/optimizer.safetensors            the optimizer's tensors
@@ -34,6 +34,7 @@ from lean_ft.system.whole_files import read_json, sync, write_json
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+TOOL_RESULTS_FILE = "tool_results.jsonl"  # of rank 0; others have RANK_ in front
 LOCK_FILE = ".lock"
 LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler or `tee` may open these in the directory before we start
 MANIFEST = "manifest.json"

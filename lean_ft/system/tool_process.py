@@ -1,54 +1,46 @@
 """The process of one call of a tool: it reads the call from standard input, and writes the result to standard output.
 
-It imports neither torch nor the rest of the library, so it starts in a fraction of a second.
+It imports neither torch nor the rest of the library, so it starts in a fraction of a second. It ends, with the processes that
+the tool started, when the run does: the run alone holds the other end of a pipe.
 """
 
-import asyncio
-import inspect
 import json
 import os
+import signal
 import sys
-import traceback
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
+from lean_ft.system.user_code import Failed, TookTooLong, as_text, call, cut, error_text
 from lean_ft.system.user_functions import load_function
 
 
-def as_text(value: Any, most_characters: int) -> str:
-    """Return a tool's result as text: JSON unless it is one already, and cut with a note."""
-    if not isinstance(value, str):
-        try:
-            value = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError):
-            value = str(value)
-    return cut(value, most_characters)
-
-
-def error_text(error: BaseException, most_characters: int) -> str:
-    """Return the result of a call that raised an error."""
-    return cut(f"error: {traceback.format_exception_only(error)[-1].strip()}", most_characters)
-
-
-def cut(text: str, most_characters: int) -> str:
-    if len(text) <= most_characters:
-        return text
-    return f"{text[:most_characters]}\n[cut after {most_characters:,} of {len(text):,} characters]"
-
-
-def outcome_of(function: Callable[..., Any], arguments: dict[str, Any], most_characters: int) -> tuple[str, bool]:
-    """Call a tool. Return its result as text, and whether it failed."""
+def outcome_of(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    most_characters: int,
+    name: str = "",
+    **how: Any,
+) -> tuple[str, bool]:
+    """Call a tool. Return its result as text, and whether it failed. how: as for `call`. Raises TookTooLong."""
+    what = f"the tool {name or getattr(function, '__name__', 'function')}"
     try:
-        value = function(**arguments)
-        return as_text(asyncio.run(awaited(value)) if inspect.isawaitable(value) else value, most_characters), False
-    except BaseException as error:  # SystemExit too
-        return error_text(error, most_characters), True
+        return as_text(call(function, (), arguments, what=what, **how), what, most_characters), False
+    except TookTooLong:
+        raise
+    except Failed as failed:
+        return error_text(failed.error, most_characters), True
+    except ValueError as error:
+        return cut(f"error: {error}", most_characters), True
 
 
 def answer_a_call() -> None:
-    """Read {function, arguments, characters}, and write [text, failed], all as JSON."""
+    """Read {function, arguments, characters, pipe}, and write [text, failed], all as JSON."""
     asked = json.load(sys.stdin)
+    Thread(target=_end_with_the_run, args=(asked["pipe"],), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
+    os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))  # or the run would wait for that process too
     os.dup2(2, 1)  # what the tool prints is no result
     try:
         outcome = outcome_of(load_function(asked["function"]), asked["arguments"], asked["characters"])
@@ -59,6 +51,6 @@ def answer_a_call() -> None:
     os._exit(0)  # threads that the tool started do not delay the result
 
 
-async def awaited(value: Any) -> Any:
-    """The coroutine of any awaitable."""
-    return await value
+def _end_with_the_run(pipe: int) -> None:
+    os.read(pipe, 1)  # returns at its end
+    os.killpg(0, signal.SIGKILL)

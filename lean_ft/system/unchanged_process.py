@@ -1,6 +1,5 @@
 """Undo what calls of a user's functions change in this process."""
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,9 +19,9 @@ PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         torch.get_default_device,
         lambda was: torch.set_default_device(None if was.type == "cpu" else was),
     ),
-    "the current folder": (os.getcwd, os.chdir),
 }
-"""What a function must not change for the rest of the run: how to read it, and how to restore it."""
+"""What a function must not change for the rest of the run: how to read it, and how to restore it. The current folder is restored
+by `user_code`."""
 
 
 class UnchangedProcess:

@@ -58,10 +58,8 @@ _HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
 def as_setting(value: Any) -> Any:
     """Return the text that stands for a function, a callable object or a class in settings. Return other values unchanged.
 
-    Raises ValueError for a class that needs arguments, or whose objects cannot be called.
+    A class becomes its object. Raises ValueError for a class that needs arguments, or whose objects cannot be called.
     """
-    if not callable(value):
-        return value
     if isinstance(value, type):
         kind = value.__name__
         try:
@@ -70,11 +68,24 @@ def as_setting(value: Any) -> Any:
             raise ValueError(f"{kind} is a class that needs arguments ({error}). Pass an object of it.") from None
         if not callable(value):
             raise ValueError(f"{kind} is a class whose objects cannot be called. Pass a function, or add __call__.")
+    return as_factory(value) if callable(value) else value
+
+
+def as_factory(value: Any) -> Any:
+    """Return the text that stands for a class or a function that makes objects. Return text unchanged.
+
+    Raises ValueError for an object: each completion needs its own.
+    """
+    if not callable(value):
+        if value is None or isinstance(value, str):
+            return value
+        kind = type(value).__name__
+        raise ValueError(f"expected a class, or a function that makes objects, found a {kind}. Pass the class.")
     owner = value
     while isinstance(owner, partial):
         owner = owner.func
     owner = inspect.unwrap(getattr(owner, "__func__", owner))
-    owner = owner if inspect.isroutine(owner) else type(owner)
+    owner = owner if inspect.isroutine(owner) or isinstance(owner, type) else type(owner)
     try:
         source = textwrap.dedent(inspect.getsource(owner))
     except (OSError, TypeError):
@@ -226,8 +237,11 @@ def _lacks(file: Path, name: str, functions: list[str], kind: str = "function") 
 def _load(file: Path, _version: int) -> ModuleType:
     if (folder := str(file.parent)) not in sys.path and file.parent != _BUILT_IN:
         sys.path.append(folder)  # last, so that its modules hide no library
+    current = os.getcwd()
     try:
         with without_os_exit():
             return run_file(file, f"user_functions.{file.stem}")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{line_in(file, error)} cannot be run: {type(error).__name__}: {error}") from error
+    finally:
+        os.chdir(current)  # other settings name files in it

@@ -80,14 +80,14 @@ def read_bounded(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def open_in_place(path: Path, mode: str) -> IO[Any]:
-    """Open a file of a run folder to append to it or truncate it; a missing file is created.
+def open_in_place(path: Path, mode: str, permissions: int = 0o666) -> IO[Any]:
+    """Open a file of a run folder to append to it or truncate it; a missing file is created with these permissions.
 
     Raises ValueError for a link, whose target may be any file, and for anything else but a regular file.
     """
 
     def open_itself(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, permissions)
 
     if path.is_symlink() or (path.exists() and not path.is_file()):
         what = "a link" if path.is_symlink() else "not a regular file"

@@ -10,13 +10,15 @@ object that it was rendered with (usually the loop's `message`). A block that fi
 
 import contextlib
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -31,7 +33,6 @@ ANCHOR = "\ufdd4"
 # characters.
 TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}
 NUMBER = {mark: chr(digit) for digit, mark in TURN.items()}
-MARKERS = re.compile("[\ufdd0-\ufdef]")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message with the same meaning
 # A generation tag, or a part of a template in which one is text: a comment, raw text, an expression, another tag.
 _GENERATION = re.compile(
@@ -46,6 +47,13 @@ _ASSISTANT = "(assistant)"  # a variable that no template can name: id of each a
 # since jinja2 compiles it to `inf`.
 _FAILURES = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError, RuntimeError, MemoryError, NameError)
 
+_GIVEN = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "role",
+    "content",
+}  # what every caller passes, and keys of messages
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -73,8 +81,7 @@ class ChatTemplate:
 
         Raises ValueError if the template rejects the messages, fails, or exceeds the limits.
         """
-        # Templates handle missing keys but fail on None. transformers leaves out such keys too.
-        messages = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in messages]
+        messages = list(map(_with_reasoning, messages))
         if not self._writes_texts(variables):
             messages = _with_parts(messages)
         assistant = {id(message): i for i, message in enumerate(messages) if message.get("role") == "assistant"}
@@ -101,31 +108,6 @@ class ChatTemplate:
                 self._reads_texts = written != [False, True]
         return self._reads_texts
 
-    def with_readable_arguments(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        variables: dict[str, Any],
-    ) -> list[dict[str, Any]]:
-        """Return `messages` with the arguments of tool calls in the form that this template expects.
-
-        Arguments that are JSON in a string stay a string if the template writes strings unchanged (Qwen3, DeepSeek-V3), as in
-        transformers. If it would encode the string as JSON again, or fails on a string, it gets the parsed object.
-        """
-        as_objects = _map_arguments(messages, _parsed)
-        if as_objects == messages:
-            return messages
-        probe = '{"probe": 0}'
-        try:
-            if probe in self.render(_map_arguments(messages, lambda _: probe), tools, False, variables):
-                return messages
-        except ValueError:
-            try:
-                self.render(as_objects, tools, False, variables)
-            except ValueError:
-                return messages  # the messages have another error
-        return as_objects
-
 
 def _with_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose texts are content parts."""
@@ -135,6 +117,48 @@ def _with_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else message
         for message in messages
     ]
+
+
+@cache
+def variables_of(source: str) -> frozenset[str]:
+    """Return the variables that a template reads from outside, besides messages and tools.
+
+    A name that it also sets is one of them only if the template has a default for it: asks whether it is defined, or filters it.
+    """
+    environment = _environment()
+    tree = environment.parse(source)
+    asked = (
+        one for one in tree.find_all((nodes.Test, nodes.Filter)) if one.name in ("defined", "undefined", "default", "d")
+    )
+    optional = {one.node.name for one in asked if isinstance(one.node, nodes.Name)}
+    names = [*tree.find_all(nodes.Name)]
+    own = {one.name for one in names if one.ctx == "param" or (one.ctx == "store" and one.name not in optional)}
+    return frozenset(meta.find_undeclared_variables(tree) - own - _GIVEN.union(environment.globals))
+
+
+def with_defaults(source: str, variables: Mapping[str, Any]) -> str:
+    """Return a template in which variables that a caller does not set have these values, which are JSON.
+
+    It renders every chat as `source` does with them. Raises ValueError for a value that is no JSON.
+    """
+    lines = "".join(
+        f"{{%- if {name} is not defined or {name} is none %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}\n"
+        for name, value in variables.items()
+    )
+    return source if source.startswith(lines) else lines + source
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if value is None:
+        return "none"
+    if isinstance(value, bool | str) or (isinstance(value, int | float) and math.isfinite(value)):
+        return json.dumps(value, ensure_ascii=False)
+    raise ValueError(f"a variable of the chat template is {value!r:.80}; expected a JSON value.")
 
 
 def without_generation_tags(source: str) -> str:
@@ -182,32 +206,6 @@ class _GenerationTag(Extension):
         variables = context.get_all()
         turns = {variables[_ASSISTANT].get(id(value)) for value in variables.values()} - {None}
         return GENERATION_START + ",".join(map(str, turns)).translate(TURN) + caller() + GENERATION_END
-
-
-def _map_arguments(messages: list[dict[str, Any]], change: Callable[[str], Any]) -> list[dict[str, Any]]:
-    """Apply `change` to the arguments of every tool call that are a string."""
-
-    def call(value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("arguments"), str):
-            return {**value, "arguments": change(value["arguments"])}
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):
-            return {**value, "function": call(value["function"])}
-        return value
-
-    with_calls = [isinstance(message.get("tool_calls"), list) for message in messages]
-    if not any(with_calls):
-        return messages
-    return [
-        {**message, "tool_calls": [call(value) for value in message["tool_calls"]]} if has_calls else message
-        for message, has_calls in zip(messages, with_calls, strict=True)
-    ]
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments  # the template decides
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from lean_ft.system.world import world
 from lean_ft.tokenizers.file_limits import MAX_ADDED
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
+from lean_ft.tokenizers.template_files import OLD_TEMPLATE, TEMPLATE, TEMPLATE_FOLDERS
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
 from lean_ft.tokenizers.tokenizer import NAMED_TOKENS, Tokenizer
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.vocabulary import Vocabulary
 
-TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -31,10 +31,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     TEMPLATE,
-    "chat_template.json",
+    OLD_TEMPLATE,
 )
-# Folders of named templates, next to `chat_template.jinja`. transformers 5 writes the first.
-TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
 # Fields of tokenizer_config.json that would give text other ids.
 _NOT_BESIDE_PIECES = ("sp_model_kwargs", "do_lower_case", "split_special_tokens")
 _STRETCHED = ("linear", "dynamic", "yarn")  # rope scalings whose factor multiplies the original context
@@ -95,7 +93,7 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None, images: bool =
     try:
         tokenizer = _read_folder(folder, chat_template)
         if images:
-            tokenizer.image_rules = image_rules(folder)
+            tokenizer.image_rules = image_rules(folder, added_tokens=tokenizer.added_tokens)
         return tokenizer
     except (AttributeError, KeyError, TypeError, UnicodeEncodeError) as error:  # a value of the wrong type
         raise ValueError(
@@ -257,7 +255,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the templates by name. Files override the config, as in transformers."""
     in_config = config.get("chat_template")
     if in_config is None:
-        in_config = read_json(folder / "chat_template.json").get("chat_template")
+        in_config = read_json(folder / OLD_TEMPLATE).get("chat_template")
     if isinstance(in_config, str):
         templates = {"default": in_config}
     elif isinstance(in_config, list):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+from lean_ft.system.foreign_values import MARKERS
 from lean_ft.system.units import counted
-from lean_ft.tokenizers.chat_template import MARKERS
 from lean_ft.tokenizers.vocabulary import Span
 
 
@@ -37,6 +37,8 @@ class Passage:
     """The separator between a prompt and its completion; None if a chat template wrote them."""
     unread: Sequence[str] = ()
     """Keys of messages and template variables that the chat template does not mention."""
+    developer_as_system: bool = False
+    """Whether developer messages are written as system messages, because the chat template has no such role."""
     images: Sequence[Any] = ()
     """Images of the row, in the order of the placeholders that the chat template wrote."""
     runs: Sequence[int] = ()

@@ -14,10 +14,20 @@ import numpy as np
 from lean_ft.images.rules import ImageRules
 from lean_ft.settings.other_tools import table
 from lean_ft.system.config_fields import end_ids
+from lean_ft.system.foreign_values import MARKERS, plain
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import read_json, write_json
-from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, MARKERS, ROLES, ChatTemplate, generation_blocks
+from lean_ft.tokenizers.chat_template import (
+    LITERAL_END,
+    LITERAL_START,
+    ROLES,
+    ChatTemplate,
+    generation_blocks,
+    with_defaults,
+)
+from lean_ft.tokenizers.forms import Forms
 from lean_ft.tokenizers.passages import Passage, spans_of, without, without_markers
+from lean_ft.tokenizers.template_files import write_templates
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import RenderedChat, RenderedTurn, outside_literals
 from lean_ft.tokenizers.vocabulary import Vocabulary, any_of
@@ -59,7 +69,7 @@ class Tokenizer:
         context_length: int | None = None,
     ):
         self._vocabulary = vocabulary
-        self._templates = {name: ChatTemplate(source) for name, source in chat_templates.items()}
+        self._templates = {name: Forms(ChatTemplate(source)) for name, source in chat_templates.items()}
         self.vocab_size = vocabulary.size  # one more than the largest id
         self.added_tokens = vocabulary.added  # tokens that are matched before the text is split, with their ids
         self.control_tokens = vocabulary.control  # added tokens that only a chat template may write
@@ -67,9 +77,10 @@ class Tokenizer:
         self.special_tokens = special_tokens  # `bos_token`, `eos_token` and so on, as chat templates see them
         self.chat_templates = chat_templates  # Jinja sources by name; `default` is for chats without tools
         self.chat_template = chat_templates.get("default")
-        self.template_file = template_file  # the chat template file that replaces the folder's, or None
+        # Absolute, since a run saves the files again, and may change the current folder.
+        self.template_file = template_file and template_file.absolute()  # replaces the folder's, or None
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
-        self.folder, self.files = folder, files
+        self.folder, self.files = folder.absolute(), [file.absolute() for file in files]
         self.context_length = context_length  # tokens of the longest text that the model was made for, if known
         self.chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template; a call's own win
         self.image_rules: ImageRules | None = None  # how images become tokens; None: texts alone
@@ -205,7 +216,7 @@ class Tokenizer:
         wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
         ends_trained = turns[-1:] == [len(messages) - 1] and turns[-1] not in untrained and not add_generation_prompt
         found, end, add_eos, is_endless = list[RenderedTurn](), "", False, False
-        if self._template(tools).marks_generation:
+        if self._template(tools).template.marks_generation:
             spans = spans_of(wanted, turns, generation_blocks(chat.full))
             if ends_trained and train_on != "all":
                 last_text = MARKERS.sub("", chat.full[slice(*spans[-1])]) if spans else ""
@@ -231,6 +242,8 @@ class Tokenizer:
             num_other_prompts=sum(not turn.follows_prompt for turn in found),
             is_endless=is_endless,
             num_empty=sum(_is_empty(messages[i]) for i in turns if i not in untrained),
+            unread=chat.unread,
+            developer_as_system=chat.developer_as_system,
         )
 
     def _rendered(
@@ -240,30 +253,32 @@ class Tokenizer:
         add_generation_prompt: bool,
         template_kwargs: dict[str, Any] | None,
     ) -> RenderedChat:
-        """Render a chat. Raises ValueError if the template rejects it, or treats a typed control token as its own."""
-        template = self._template(tools)
-        variables = self.chat_template_kwargs | (template_kwargs or {})
-        self.check_template_kwargs(variables)
-        variables = self.special_tokens | variables
-        for number, message in enumerate(messages):
-            if (role := message.get("role")) not in template.roles:
+        """Render a chat. Raises ValueError if the template rejects it, leaves out a text of it, or treats a typed control token as
+        its own."""
+        messages, tools = plain(list(messages), "the messages"), plain(tools, "the tools")
+        kwargs = self.chat_template_kwargs | (template_kwargs or {})
+        self.check_template_kwargs(kwargs)
+        variables = self.special_tokens | kwargs
+        forms = self._template(tools)
+        for number, message in enumerate(messages, start=1):
+            if (role := str(message.get("role"))) not in forms.template.roles:
                 raise ValueError(
                     f"message {number}: the chat template has no role {role!r}; expected one of {', '.join(ROLES)}."
-                    f"{did_you_mean(str(table('roles').get(str(role), role)), ROLES)}"
+                    f"{did_you_mean(str(table('roles').get(role, role)), ROLES)}"
                 )
-        messages = template.with_readable_arguments(messages, tools, variables)
-        marked_messages, num_literals = self._mark_literals(messages)
+        chat = forms.whole(messages, tools, add_generation_prompt, variables)
+        marked_messages, num_literals = self._mark_literals(chat.messages)
         marked_tools, num_tool_literals = self._mark_literals(tools)
 
         def render(part: Sequence[dict[str, Any]], prompt: bool) -> str:
-            return template.render(list(part), marked_tools, prompt, variables)
+            return forms.template.render(list(part), marked_tools, prompt, variables)
 
-        full = render(marked_messages, add_generation_prompt)
+        full = chat.text
         if num_literals + num_tool_literals:
-            unmarked = template.render(messages, tools, add_generation_prompt, variables)
+            full = render(marked_messages, add_generation_prompt)
             typed = _LITERALS.findall(full)
             if (
-                MARKERS.sub("", unmarked) != MARKERS.sub("", full)
+                MARKERS.sub("", chat.text) != MARKERS.sub("", full)
                 or full.count(LITERAL_START) != len(typed)
                 or not self.control_tokens.issuperset(typed)
             ):
@@ -272,7 +287,8 @@ class Tokenizer:
                     "from the message."
                 )
         added, control = self._written_by_template, self.control_tokens
-        return RenderedChat(full, add_generation_prompt, marked_messages, render, added, control)
+        notes = chat.unread, chat.developer_as_system
+        return RenderedChat(full, add_generation_prompt, marked_messages, render, added, control, *notes)
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:
@@ -357,8 +373,9 @@ class Tokenizer:
             )
         self._new_pad_token, self.pad_id = token, self.added_tokens[token]
 
-    def save(self, path: str | Path) -> None:
-        """Copy the tokenizer's files into the folder `path`. They change only if `pad_with` was called.
+    def save(self, path: str | Path, template_kwargs: dict[str, Any] | None = None) -> None:
+        """Copy the tokenizer's files into the folder `path`. They change if `pad_with` was called, and chat templates if another
+        file replaced them, or to have `template_kwargs` as the defaults of their variables.
 
         In a model's folder, add the ids that end a turn to generation_config.json, so that other programs stop there too.
         """
@@ -369,8 +386,10 @@ class Tokenizer:
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(file)):
                 shutil.copyfile(file, target)
-        if self.template_file is not None:
-            shutil.copyfile(self.template_file, folder / "chat_template.jinja")
+        if self.template_file is not None or template_kwargs:
+            write_templates(
+                folder, {name: with_defaults(s, template_kwargs or {}) for name, s in self.chat_templates.items()}
+            )
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if self._new_pad_token is not None and (folder / name).is_file():
                 config = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -405,10 +424,10 @@ class Tokenizer:
             if known is not None and name not in known:
                 reason = "the chat template does not mention it" if known else "the chat template is not used"
                 raise ValueError(f"chat_template_kwargs.{name}: {reason}. Remove it.")
-        if self._mark_literals(kwargs)[1]:
+        if self._mark_literals(plain(kwargs, "chat_template_kwargs"))[1]:
             raise ValueError(f"chat_template_kwargs {kwargs!r:.80} has a control token of this tokenizer. Remove it.")
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
+    def _template(self, tools: list[dict[str, Any]] | None) -> Forms:
         if tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
@@ -420,20 +439,21 @@ class Tokenizer:
         )
 
     def _mark_literals(self, value: Any) -> tuple[Any, int]:
-        """Put literal markers around the control tokens in the strings of `value`; also return their number."""
-        if isinstance(value, str):
-            if MARKERS.search(value):
-                raise ValueError("a message contains one of the Unicode noncharacters U+FDD0 to U+FDEF. Remove it.")
-            if not self._control.search(value):
-                return value, 0
-            return self._control.subn(f"{LITERAL_START}\\g<0>{LITERAL_END}", value)
-        if isinstance(value, dict):
-            marked = {key: self._mark_literals(inner) for key, inner in value.items()}
-            return {key: inner for key, (inner, _) in marked.items()}, sum(n for _, n in marked.values())
-        if isinstance(value, list):
-            items = [self._mark_literals(inner) for inner in value]
-            return [inner for inner, _ in items], sum(n for _, n in items)
-        return value, 0
+        """Put literal markers around the control tokens in the texts of a plain value, names included; also return their number."""
+        num_literals = 0
+
+        def marked(value: Any) -> Any:
+            nonlocal num_literals
+            if isinstance(value, str):
+                if self._control.search(value):
+                    value, number = self._control.subn(f"{LITERAL_START}\\g<0>{LITERAL_END}", value)
+                    num_literals += number
+                return value
+            if isinstance(value, dict):
+                return {marked(name): marked(inner) for name, inner in value.items()}
+            return [marked(inner) for inner in value] if isinstance(value, list) else value
+
+        return marked(value), num_literals
 
 
 def _is_empty(message: dict[str, Any]) -> bool:

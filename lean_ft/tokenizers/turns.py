@@ -32,10 +32,10 @@ REMEDY = (
     "or set data.train_on=last or data.train_on=all."
 )
 _ANCHORED = {"content", "text", "name", "arguments", *REASONING}  # keys of the strings that templates write
-_ANCHORS = re.compile(f"{ANCHOR}([{''.join(map(chr, TURN.values()))}]+)")
+ANCHORS = re.compile(f"{ANCHOR}([{''.join(map(chr, TURN.values()))}]+)")
 # An anchor is after the last character of a string or, if the template looks for tags there, between two letters of it.
 _BETWEEN_LETTERS = rf"{LITERAL_START}.*?{LITERAL_END}|<[^<>]*>|\[[^\[\]]*\]|(?<=\w)(?=\w)"
-_ANCHOR_PLACES = (re.compile(r"(?<=\S)(?=\s*\Z)"), re.compile(_BETWEEN_LETTERS, re.DOTALL))
+ANCHOR_PLACES = (re.compile(r"(?<=\S)(?=\s*\Z)"), re.compile(_BETWEEN_LETTERS, re.DOTALL))
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class RenderedChat:
     render: Render
     added: re.Pattern[str]
     control: frozenset[str]
+    unread: tuple[str, ...] = ()
+    """What the template does not write."""
+    developer_as_system: bool = False
 
     def turn(self, i: int) -> RenderedTurn:
         """Return the turn of message `i`. Raises ValueError if it cannot be located."""
@@ -83,7 +86,7 @@ class RenderedChat:
         num_equal = len(tail) if rest.startswith(tail) else next(differing, len(rest))
         if num_equal < num_content:
             raise ValueError(
-                f"cannot find the end of the assistant's message {i}: the chat template writes the message differently when "
+                f"cannot find the end of the assistant's message {i + 1}: the chat template writes the message differently when "
                 f"other messages follow. {REMEDY}"
             )
         end, is_ended, is_open = num_equal, True, False
@@ -97,10 +100,10 @@ class RenderedChat:
             if following and following.group(1) in self.control and not rest[num_equal : following.start()].strip():
                 end = following.end()
         span = (start, here + end)
-        owners = {_owner(anchor) for anchor in _ANCHORS.finditer(self.full)}
-        if {_owner(anchor) for anchor in _ANCHORS.finditer(self.full, *span)} != owners & {i}:
+        owners = {_owner(anchor) for anchor in ANCHORS.finditer(self.full)}
+        if {_owner(anchor) for anchor in ANCHORS.finditer(self.full, *span)} != owners & {i}:
             raise ValueError(
-                f"cannot separate the assistant's message {i} from others in the text that the chat template writes. {REMEDY}"
+                f"cannot separate the assistant's message {i + 1} from others in the text that the chat template writes. {REMEDY}"
             )
         return RenderedTurn(span, is_ended, is_open, follows_prompt)
 
@@ -110,13 +113,13 @@ class RenderedChat:
         Raises ValueError if a turn cannot be located.
         """
         errors = list[ValueError]()
-        for place in (None, *_ANCHOR_PLACES):
+        for place in (None, *ANCHOR_PLACES):
             chat = self
             try:
                 if place is not None:
                     messages = anchored(self.messages, place)
                     chat = replace(self, messages=messages, full=self.render(messages, self.ends_with_prompt))
-                    if _ANCHORS.sub("", chat.full) != self.full:  # the template looks at this place of a message
+                    if ANCHORS.sub("", chat.full) != self.full:  # the template looks at this place of a message
                         continue
                 return chat, [chat.turn(i) for i in indices]
             except ValueError as error:
@@ -153,12 +156,12 @@ class RenderedChat:
             prompt = self.render(self.messages[:i], True)
         except ValueError as error:
             raise ValueError(
-                f"cannot find the start of the assistant's message {i}: rendering the messages before it failed ({error}). "
+                f"cannot find the start of the assistant's message {i + 1}: rendering the messages before it failed ({error}). "
                 f"{REMEDY}"
             ) from None
         if text.startswith(prompt):
             return len(prompt), True
-        bound = min((anchor.start() for anchor in _ANCHORS.finditer(text) if _owner(anchor) >= i), default=len(text))
+        bound = min((anchor.start() for anchor in ANCHORS.finditer(text) if _owner(anchor) >= i), default=len(text))
         anchor, before = _last_anchor(text[:bound])
         anchor_of_prompt, after = _last_anchor(prompt)
         if anchor and anchor == anchor_of_prompt and text.startswith(prompt[after:], before):
@@ -168,7 +171,7 @@ class RenderedChat:
         closed = closed[after:]
         pieces = self._pieces(opening) if anchor == anchor_of_closed else []
         begin = before + len(closed) if text.startswith(closed, before) else -1
-        found = _ANCHORS.fullmatch(anchor)
+        found = ANCHORS.fullmatch(anchor)
         if found and _owner(found) == i - 1 and pieces and not (begin >= 0 and text.startswith(pieces[0][0], begin)):
             # The template ends the message in front differently, or the prompt's first piece is missing.
             begin = max(begin, text.find(pieces[0][0], before, bound))
@@ -184,7 +187,7 @@ class RenderedChat:
             after_token = is_token
         if position <= begin:
             raise ValueError(
-                f"cannot find the start of the assistant's message {i}: the chat template writes the messages before it "
+                f"cannot find the start of the assistant's message {i + 1}: the chat template writes the messages before it "
                 f"differently when it follows. {REMEDY}"
             )
         return position, False
@@ -205,7 +208,7 @@ class RenderedChat:
             return start, start
         others = start if alone.startswith(self.full[:start]) else self._start(alone, i)[0]
         here, there = (
-            [(anchor[0], anchor.end()) for anchor in _ANCHORS.finditer(text, begin) if _owner(anchor) == i]
+            [(anchor[0], anchor.end()) for anchor in ANCHORS.finditer(text, begin) if _owner(anchor) == i]
             for text, begin in ((self.full, start), (alone, others))
         )
         for n in reversed(range(len(there))):
@@ -232,7 +235,7 @@ class RenderedChat:
 
     def _is_dropped(self, i: int) -> bool:
         """Return whether `full` may have nothing of message `i`: the message has no content, and no anchor is left of it."""
-        anchors = [_owner(anchor) for anchor in _ANCHORS.finditer(self.full)]
+        anchors = [_owner(anchor) for anchor in ANCHORS.finditer(self.full)]
         says_more = any(self.messages[i].get(key) for key in (*REASONING, "tool_calls"))
         return not self.messages[i].get("content") and i not in anchors and bool(anchors or not says_more)
 
@@ -260,7 +263,7 @@ class RenderedChat:
         return [(piece, is_token) for piece, is_token in parts if piece]
 
 
-def anchored(messages: Messages, place: re.Pattern[str]) -> Messages:
+def anchored(messages: Messages, place: re.Pattern[str]) -> list[dict[str, Any]]:
     """Return a copy of `messages` in which each string that templates write has an anchor with the number of its message.
 
     The anchor is at the last empty match of `place`. A string without such a match has none.
@@ -289,7 +292,7 @@ def _owner(anchor: re.Match[str]) -> int:
 
 def _last_anchor(text: str) -> tuple[str, int]:
     """Return the last anchor and the position after it; an empty string and 0 if there is none."""
-    return max(((anchor[0], anchor.end()) for anchor in _ANCHORS.finditer(text)), key=itemgetter(1), default=("", 0))
+    return max(((anchor[0], anchor.end()) for anchor in ANCHORS.finditer(text)), key=itemgetter(1), default=("", 0))
 
 
 def outside_literals(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -1,6 +1,6 @@
 """Tool calls in the text of an assistant's turn, in the form that each family of models writes.
 
-A malformed call becomes a call with an `error`, which the model gets instead of a result. Qwen3-Coder and GLM write a
+A malformed call becomes a call with an `error`, which the model gets instead of a result, and its text stays in the turn's content. Qwen3-Coder and GLM write a
 parameter's value as plain text. The tool's schema says whether the value is that text, or JSON.
 """
 
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
+
+from lean_ft.system.foreign_values import check_text, plain
 
 
 class Call(NamedTuple):
@@ -26,7 +28,7 @@ class Call(NamedTuple):
 class Turn(NamedTuple):
     """What an assistant's turn says."""
 
-    content: str  # without the calls
+    content: str  # without the calls, but with the text of malformed ones
     calls: list[Call]
 
 
@@ -66,9 +68,10 @@ def _between(begin: str, end: str, read: Read) -> CallForm:
         content, *pieces = text.split(begin)
         calls = list[Call]()
         for piece in pieces:
-            body, _, after = piece.partition(end) if end else (piece, "", "")
-            calls += _tried(read, body, types)
-            content += after
+            body, closed, after = piece.partition(end) if end else (piece, "", "")
+            found = _tried(read, body, types)
+            calls += found
+            content += after if _is_read(found) else f"{begin}{body}{closed}{after}"
         return Turn(content, calls)
 
     return CallForm(begin, turn)
@@ -77,16 +80,24 @@ def _between(begin: str, end: str, read: Read) -> CallForm:
 def _whole(begin: str, start: str, read: Read) -> CallForm:
     """The turn is nothing but calls, if it matches the pattern `start`."""
     pattern = re.compile(rf"\s*(?:{start})")
-    return CallForm(
-        begin, lambda text, types: Turn("", _tried(read, text, types)) if pattern.match(text) else Turn(text, [])
-    )
+
+    def turn(text: str, types: Types) -> Turn:
+        calls = _tried(read, text, types) if pattern.match(text) else []
+        return Turn("" if _is_read(calls) else text, calls)
+
+    return CallForm(begin, turn)
+
+
+def _is_read(calls: list[Call]) -> bool:
+    return bool(calls) and not calls[0].error
 
 
 def _tried(read: Read, body: str, types: Types) -> list[Call]:
     try:
         calls = read(body.strip(), types)
-        # Refuses infinity, half of a surrogate pair, and Python's values that are not JSON.
-        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+        for call in calls:  # infinity, half of a surrogate pair, a marker, and Python's values that are not JSON
+            check_text(call.id, "the id", markers=False)
+            plain([call.name, call.arguments], "the call", finite=True)
         return calls
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         return [Call("", {}, f"error: malformed tool call: {str(error)[:200] or type(error).__name__}")]
@@ -148,7 +159,9 @@ def _harmony(text: str, types: Types) -> Turn:
         header, _, body = message.partition("<|message|>")
         body = re.split(r"<\|(?:end|call|return)\|>", body, maxsplit=1)[0]
         if recipient := re.search(r"to=functions\.([^\s<]*)", header):
-            calls += _tried(lambda body, _, name=recipient[1]: [_call(name, body)], body, types)
+            found = _tried(lambda body, _, name=recipient[1]: [_call(name, body)], body, types)
+            calls += found
+            contents += [] if _is_read(found) else [message]
         elif body:
             contents.append(body)
     return Turn("\n".join(contents), calls)

@@ -3,10 +3,7 @@
 A call never ends the run. If it fails, the model gets a text that begins with `error:` as its result.
 """
 
-import asyncio
 import atexit
-import copy
-import inspect
 import json
 import os
 import queue
@@ -14,20 +11,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from threading import Lock, Semaphore, Thread
+from threading import Semaphore, Thread
 from typing import Any
 
 import torch
 
 from lean_ft.settings import ToolsConfig
+from lean_ft.system.foreign_values import plain
 from lean_ft.system.log import say
 from lean_ft.system.spelling import did_you_mean
-from lean_ft.system.tool_process import as_text, awaited, error_text, outcome_of
+from lean_ft.system.tool_process import outcome_of
 from lean_ft.system.unchanged_process import UnchangedProcess
+from lean_ft.system.user_code import CallThread, TookTooLong, error_text
 from lean_ft.system.user_functions import PASSED, load_function, without_os_exit
 from lean_ft.tools.calls import Call
 from lean_ft.tools.schemas import json_schema
@@ -50,23 +47,21 @@ class Tools:
         self._settings, self._unchanged = settings, UnchangedProcess(torch.device("cpu"))
         self._functions: dict[str, tuple[str, Callable[..., Any]]] = {}  # with its text in the settings
         self.schemas: list[dict[str, Any]] = []
-        for text in settings.functions:
+        for text, method in [*((text, None) for text in settings.functions), *(("", method) for method in methods)]:
             try:
-                self._add(text, load_function(text))
+                self._add(text, method or load_function(text))
             except ValueError as error:
-                raise ValueError(f"tools.functions: {error}") from error
-        for method in methods:
-            self._add("", method)
+                raise ValueError(f"{'environment' if method else 'tools.functions'}: {error}") from error
         most = (os.cpu_count() or 1) * PROCESSES_A_CORE if settings.process else MOST_AT_ONCE
         self._slots, self._reported = Semaphore(most), set[str]()
         self._processes = set[subprocess.Popen[bytes]]()
         atexit.register(self._end_processes)
-        self._lock = Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None  # one for the whole run, since tools keep their connections
+        self._folder = Path.cwd()  # a call may change it
 
     def _add(self, text: str, function: Callable[..., Any]) -> None:
         schema = json_schema(function)
         name = schema["function"]["name"]
+        plain(schema, f"the schema of {name}")
         if name in self._functions:
             other = text or "a method of the environment"
             raise ValueError(f"{self._functions[name][0]} and {other} are both named {name}. Rename one.")
@@ -97,26 +92,33 @@ class Tools:
         known: Mapping[int, Outcome] = {},
         finished: Callable[[int, str, bool], None] = lambda *_: None,
         methods: Sequence[Callable[..., Any]] = (),
+        thread: CallThread | None = None,
     ) -> list[Outcome]:
         """Run the calls of a turn side by side, each in a thread.
 
         known: outcomes of earlier times, by the places of calls, which are not made again. finished: called with the place of a
-        call and its outcome, as soon as there is one. methods: of the environment of this turn.
+        call and its outcome, as soon as there is one. methods: of the environment of this turn, which run one after another in its
+        `thread`, because they share its state.
         """
-        functions = self._functions | {method.__name__: ("", method) for method in methods}
+        own = {method.__name__: method for method in methods}
         found, done = dict(known), queue.SimpleQueue[tuple[int, Outcome]]()
 
-        def make(i: int, call: Call) -> None:
-            try:
-                done.put((i, self._outcome(call, *functions[call.name])))
-            except BaseException as error:  # such as too many processes
-                done.put((i, (error_text(error, self._settings.result_characters), True)))
+        def make(places: Sequence[int]) -> None:
+            for i in places:
+                try:
+                    done.put((i, self._outcome(calls[i], own.get(calls[i].name), thread)))
+                except BaseException as error:  # such as too many processes
+                    done.put((i, (error_text(error, self._settings.result_characters), True)))
 
+        made = list[int]()
         for i, call in enumerate(calls):
             if i not in found and (refusal := self._refusal(call, i)):
                 found[i] = refusal, True
             elif i not in found:
-                Thread(target=make, args=(i, call), daemon=True).start()
+                made.append(i)
+        in_order = [i for i in made if calls[i].name in own]
+        for places in filter(None, [in_order, *([i] for i in made if i not in in_order)]):
+            Thread(target=make, args=(places,), daemon=True).start()
         while len(found) < len(calls):
             i, outcome = done.get()
             found[i] = outcome
@@ -133,49 +135,22 @@ class Tools:
             return f"error: unknown tool '{call.name}'.{did_you_mean(call.name, self._functions)} Tools: {', '.join(self._functions)}."
         return ""
 
-    def _outcome(self, call: Call, text: str, function: Callable[..., Any]) -> Outcome:
-        """Make a call: in a process, on the loop, or in a thread."""
+    def _outcome(self, call: Call, method: Callable[..., Any] | None, thread: CallThread | None) -> Outcome:
+        """Make a call: in a process, on the event loop, or in a thread."""
         seconds, most = self._settings.seconds, self._settings.result_characters
+        text, function = self._functions[call.name]
         with self._slots:
             if self._settings.process and text:
                 return self._in_process(text, call.arguments)
-            arguments, is_async = copy.deepcopy(call.arguments), inspect.iscoroutinefunction(function)
-            if is_async:
-                settled = _settled(function, arguments, most)
-                future = asyncio.run_coroutine_threadsafe(settled, self._running_loop())
-            else:
-                future = _in_thread(function, arguments, most)
+            how = {"name": call.name, "seconds": seconds, "thread": None if method is None else thread}
             try:
-                return future.result(seconds)
-            except TimeoutError:
-                ends = is_async and future.cancel() and self._loop_answers()
-                if not ends and call.name not in self._reported:  # Python cannot end a thread
+                return outcome_of(method or function, call.arguments, most, **how)
+            except TookTooLong as late:
+                if late.runs_on and call.name not in self._reported:
                     self._reported.add(call.name)
                     remedy = "tools.process=true runs each call in a process that is killed then."
                     say("WARNING", f"a call of the tool {call.name} runs on after its {seconds:g} s. {remedy}")
                 return self._too_long
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                Thread(target=self._loop.run_forever, daemon=True).start()
-            return self._loop
-
-    def _loop_answers(self) -> bool:
-        """Whether the loop runs. If a function blocks it, later calls get a new one."""
-        try:
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._running_loop()).result(1)
-        except TimeoutError:
-            self._loop = None
-            return False
-        return True
-
-    def awaited(self, value: Any) -> Any:
-        """The value of an awaitable, from the loop of all async tools. Other values are returned unchanged."""
-        if not inspect.isawaitable(value):
-            return value
-        return asyncio.run_coroutine_threadsafe(awaited(value), self._running_loop()).result()
 
     @property
     def _too_long(self) -> Outcome:
@@ -183,11 +158,28 @@ class Tools:
 
     def _in_process(self, function: str, arguments: dict[str, Any]) -> Outcome:
         """Run a call in a new process. `function`: FILE.py:FUNCTION."""
-        asked = {"function": function, "arguments": arguments, "characters": self._settings.result_characters}
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)}
+        path = [str(self._folder / folder) for folder in sys.path]
         command, pipe = [sys.executable, "-P", "-c", _ANSWER], subprocess.PIPE
-        # A new session keeps a terminal's Ctrl-C for the run, and ends with the processes that the tool started.
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True) as process:
+        theirs, ours = os.pipe()  # the process ends when this one does, which closes `ours`
+        asked = {"function": function, "arguments": arguments, "pipe": theirs}
+        asked["characters"] = self._settings.result_characters
+        try:
+            # A new session keeps a terminal's Ctrl-C for the run, and ends with the processes that the tool started.
+            process = subprocess.Popen(
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+                cwd=self._folder,
+                start_new_session=True,
+                pass_fds=[theirs],
+            )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        with process:
             self._processes.add(process)
             try:
                 answer, _ = process.communicate(json.dumps(asked).encode(), timeout=self._settings.seconds)
@@ -201,6 +193,7 @@ class Tools:
                 return f"error: the tool ended its process with {how}.", True
             finally:
                 _kill(process)
+                os.close(ours)
                 self._processes.discard(process)
 
 
@@ -208,19 +201,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a process and those that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _in_thread(function: Callable[..., Any], arguments: dict[str, Any], most_characters: int) -> Future[Outcome]:
-    future = Future[Outcome]()
-    work = partial(outcome_of, function, arguments, most_characters)
-    Thread(target=lambda: future.set_result(work()), daemon=True).start()
-    return future
-
-
-async def _settled(function: Callable[..., Any], arguments: dict[str, Any], most_characters: int) -> Outcome:
-    try:
-        return as_text(await function(**arguments), most_characters), False
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # SystemExit too: it would end the loop
-        return error_text(error, most_characters), True

@@ -6,14 +6,12 @@ nothing earlier is rendered or encoded again, and the model continues from exact
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.tokenizers.chat_template import MARKERS
 from lean_ft.tokenizers.passages import Passage
 from lean_ft.tokenizers.vocabulary import any_of
 from lean_ft.tools.calls import FORMS, REASONING, Call, CallForm, Turn, Types, read_turn
@@ -49,34 +47,49 @@ class ToolTurns:
         }
         ends = {tokenizer.token_text(one) for one in {*tokenizer.turn_ends, tokenizer.eos_id} if one is not None}
         self._ends, self._control = any_of(ends), any_of(tokenizer.control_tokens)
-        call, self._takes_objects, self._takes_several = Call("f", {}), True, False
-        try:
-            self._text(self._turn([call]))
-        except ValueError:  # DeepSeek's templates take arguments as JSON in a string
-            self._takes_objects = False
+        call, self._takes_several = Call("f", {}), False
         self._form = self._form_of_calls() if schemas else None
         self.opening = self._form.begin if self._form else ""
         prompts = [self._text([ASKED], True)]
         if schemas:
             called = self._turn([call])
-            prompts.append(self._text([*called, *_results([call], [RESULT])], True))
-            if RESULT not in prompts[1]:
-                raise ValueError(f"the chat template does not write the results of tools after the call. {REMEDY}")
+            try:
+                prompts.append(self._text([*called, *_results([call], [RESULT])], True))
+            except ValueError:
+                raise ValueError(
+                    f"the chat template does not write the results of tools after the call. {REMEDY}"
+                ) from None
             with contextlib.suppress(ValueError):  # Llama 3 refuses several
                 self._takes_several = self._text(self._turn([call] * 2)).count(MARK) > self._text(called).count(MARK)
         # The beginning of reasoning that every turn follows.
         self._opened = next((one for one in REASONING if all(text.rstrip().endswith(one) for text in prompts)), "")
 
     def read(self, ids: Sequence[int]) -> Turn:
-        """What the sampled `ids` of a turn say. A malformed call has an `error`. A call inside of reasoning is text."""
+        """What the sampled `ids` of a turn say. A malformed call has an `error`, and its text is in the content. A call inside of
+        reasoning is text."""
+        text = self._sampled(ids)
+        content, calls = read_turn(self._form, text, self._types, self._opened) if self._form else (text, [])
+        if len(calls) > 1 and not self._takes_several:
+            content, error = text, f"error: this turn has {len(calls)} tool calls. Make one call at a time."
+            calls = [Call("", {}, error)]
+        return Turn(self._without_control(content), calls)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of the sampled `ids` of a turn, with calls as they were written, and without control tokens."""
+        return self._without_control(self._sampled(ids))
+
+    def before_calls(self, ids: Sequence[int]) -> str:
+        """The part of `text` in front of the first call."""
+        return self._without_control(self._sampled(ids).partition(self.opening)[0])
+
+    def _sampled(self, ids: Sequence[int]) -> str:
         ids = list(ids)
         if ids and self._tokenizer.token_text(ids[-1]) in self._tokenizer.control_tokens:
             ids.pop()
-        text = self._tokenizer.decode(ids)
-        content, calls = read_turn(self._form, text, self._types, self._opened) if self._form else (text, [])
-        if len(calls) > 1 and not self._takes_several:
-            calls = [Call("", {}, f"error: this turn has {len(calls)} tool calls. Make one call at a time.")]
-        return Turn(self._control.sub("", content).strip(), calls)
+        return self._tokenizer.decode(ids)
+
+    def _without_control(self, text: str) -> str:
+        return self._control.sub("", text).strip()
 
     def reply(self, ids: Sequence[int], calls: Sequence[Call], results: Sequence[str]) -> list[int]:
         """The given ids that follow the sampled `ids` of a turn with `calls`: what the template writes after the turn, the
@@ -103,13 +116,13 @@ class ToolTurns:
 
     def _after(self, ids: Sequence[int], calls: Sequence[Call], messages: Messages) -> list[int]:
         def written(clean: Callable[[str], str]) -> Passage:
-            following = [{**one, "content": clean(one["content"])} for one in messages]
+            following = [{**one, "content": clean(one["content"].replace(MARK, MARK.lower()))} for one in messages]
             return self._passage([*self._turn(calls), *following], True)
 
         try:
-            passage = written(_as_text)
+            passage = written(str)
         except ValueError:  # the template takes control tokens in these texts for its own
-            passage = written(lambda text: self._control.sub("", _as_text(text)))
+            passage = written(lambda text: self._control.sub("", text))
         begin = self._end(passage.text, self._ends if calls else self._control)
         literal = [(start - begin, end - begin) for start, end in passage.literal if start >= begin]
         given = self._tokenizer.tokenize([Passage(passage.text[begin:], [], literal)])[0][0].tolist()
@@ -129,9 +142,8 @@ class ToolTurns:
 
     def _turn(self, calls: Sequence[Call], arguments: dict[str, Any] = ARGUMENTS) -> Messages:
         """A question, and a turn with calls of these names, or else with an answer. The mark is the last text of the turn."""
-        given = arguments if self._takes_objects else json.dumps(arguments)
         tool_calls = [
-            {"type": "function", "id": _id(i, call), "function": {"name": _name(call), "arguments": given}}
+            {"type": "function", "id": _id(i, call), "function": {"name": _name(call), "arguments": arguments}}
             for i, call in enumerate(calls)
         ]
         said = {"content": "", "tool_calls": tool_calls} if calls else {"content": MARK}
@@ -149,10 +161,11 @@ class ToolTurns:
         asked, tool = self._text([ASKED], True, [PROBE]), PROBE["function"]
         if tool["name"] not in asked:
             raise ValueError(f"the chat template writes no tools. {REMEDY}")
-        called = self._text(self._turn([Call(tool["name"], ARGUMENTS)]), False, [PROBE])
+        try:
+            called = self._text(self._turn([Call(tool["name"], ARGUMENTS)]), False, [PROBE])
+        except ValueError:
+            raise ValueError(f"the chat template writes no tool calls. {REMEDY}") from None
         said = called[_num_shared(asked, called) :]
-        if MARK not in said:
-            raise ValueError(f"the chat template writes no tool calls. {REMEDY}")
         said = said[: self._end(said, self._ends)]
         for form in FORMS.values():
             if [call[:3] for call in form.read(said, {tool["name"]: PROPERTIES}).calls] == [
@@ -183,8 +196,3 @@ def _name(call: Call) -> str:
 
 def _id(i: int, call: Call) -> str:
     return call.id if re.fullmatch(r"[\w.:/-]{1,256}", call.id) else f"call{i:05}"  # Mistral's ids have 9 characters
-
-
-def _as_text(text: str) -> str:
-    """Replace what is no text, or what stands for the markers of a rendered chat."""
-    return MARKERS.sub("\ufffd", text.encode(errors="replace").decode()).replace(MARK, MARK.lower())

@@ -34,6 +34,7 @@ from lean_ft.system.shards import ALONE, Part, Ranks, part_of, whole_numel
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import write_json, write_whole
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.view import save_view
 
 SMALL_FILES_BYTES = 2 * 2**20  # allowance for JSON, headers and the records of the file system
 
@@ -90,7 +91,7 @@ def write_checkpoint(
             return folder
 
         def finish() -> None:
-            tokenizer.save(folder)
+            save_view(folder, tokenizer, training_state["settings"])
             write_json(folder / TRAINING_STATE_FILE, training_state, indent=1, on_disk=True)
             write_json(folder / RANDOM_STATE_FILE, random_state, indent=1, on_disk=True)
             write_manifest(folder, step)

@@ -1,14 +1,13 @@
-"""Commands that a run prints: to resume it, to try its model, and to repeat an evaluation that was interrupted."""
+"""Commands that a run prints: to resume it, and to try its model."""
 
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lean_ft.settings import DataConfig, DistillConfig, ModelConfig, RecipeConfig, RowsConfig, SFTDataConfig
+from lean_ft.settings import DataConfig, ModelConfig, RecipeConfig, RowsConfig
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.launch import COMMAND_VARIABLE
@@ -23,7 +22,7 @@ def command_to_continue(cfg: RecipeConfig) -> str:
     else:
         program, *arguments = sys.argv
     more = {"resume": "auto"} if cfg.resume != "auto" else {}
-    if re.fullmatch(rf"{re.escape(str(cfg.default_output_dir))}_\d+", str(cfg.output_dir)):
+    if re.fullmatch(rf"{re.escape(str(cfg.default_output_dir.absolute()))}_\d+", str(cfg.output_dir.absolute())):
         more["output_dir"] = str(cfg.output_dir)
     if Path(program).name in ("", "-", "-c", "ipykernel_launcher.py"):
         return "the same call again" + "".join(f", with {name}={value!r}" for name, value in more.items())
@@ -47,24 +46,6 @@ def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer
     source, held_out = rows.pop("source"), rows.pop("validation_source", None)
     asked = ["score", str(checkpoint), _text(held_out or source), *(_words({"data": rows}) if rows else ())]
     return shlex.join(["leanft", *asked, *(["--family", family] if family else [])])
-
-
-def commands_to_evaluate(cfg: RecipeConfig, checkpoint: Path, *, rows: bool, tasks: bool) -> Iterator[str]:
-    """The commands that evaluate a checkpoint as the run would have: on its held-out `rows`, and with its `tasks`.
-
-    No command evaluates the rows of an objective that is not next-token prediction.
-    """
-    own: dict[str, Any] = {"seed": cfg.seed} if cfg.seed else {}
-    if (model := cfg.group(ModelConfig)) is not None:
-        own["model"] = {"dtype": model.dtype} | ({"family": model.family} if model.family else {})
-    data, evaluate = cfg.group(DataConfig), ["leanft", "evaluate", str(checkpoint)]
-    if rows and isinstance(data, SFTDataConfig) and cfg.group(DistillConfig) is None:
-        asked = {"data": data.model_dump(mode="json", exclude_defaults=True), "loss": True}
-        pattern = {"pattern": cfg.eval_pattern} if cfg.eval_pattern else {}
-        yield shlex.join([*evaluate, *_words(asked | pattern | own)])
-    if tasks:
-        limit = {"limit": cfg.eval_tasks_limit} if cfg.eval_tasks_limit else {}
-        yield shlex.join([*evaluate, *_words({"tasks": cfg.eval_tasks} | limit | own)])
 
 
 def _words(settings: dict[str, Any]) -> list[str]:

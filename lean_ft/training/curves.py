@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from lean_ft.system.installation import install_command
+from lean_ft.system.redaction import on_one_line
 from lean_ft.system.run_directory import METRICS_FILE, RUN_FILE, read_rows, read_starts
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
@@ -194,11 +195,11 @@ def _figure(curves: list[Curves]) -> Any:
     num_rows = -(-len(panels) // _COLUMNS)
     height = 2.7 * num_rows + 0.2 * (len(curves) + len(lines)) + 0.6
     figure = Figure(figsize=(4.4 * _COLUMNS, height), layout="constrained")
-    legend = [Line2D([], [], color=f"C{i % 10}", label=run.name) for i, run in enumerate(curves)]
+    legend = [Line2D([], [], color=f"C{i % 10}", label=_literal(run.name)) for i, run in enumerate(curves)]
     has_means = has_held_out = False
     for place, metric in enumerate(panels, start=1):
         axes = figure.add_subplot(num_rows, _COLUMNS, place, sharex=figure.axes[0] if figure.axes else None)
-        axes.set_title(metrics[metric], fontsize="medium", loc="left")
+        axes.set_title(_literal(metrics[metric]), fontsize="medium", loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         most_points = max(len(run.points(metric)[0]) for run in curves)
@@ -226,8 +227,13 @@ def _figure(curves: list[Curves]) -> Any:
     means = f"pale: every step; bold: mean of the {2 * side + 1} steps around each, of fewer near the ends"
     title = means if has_means else None
     figure.legend(handles=legend, loc="outside upper left", frameon=False, title=title, alignment="left")
-    figure.supxlabel("\n".join(lines.values()), x=0.01, ha="left", fontsize="medium")
+    figure.supxlabel("\n".join(map(_literal, lines.values())), x=0.01, ha="left", fontsize="medium")
     return figure
+
+
+def _literal(text: str) -> str:
+    """Foreign text for matplotlib, which reads text between dollar signs as mathematics."""
+    return on_one_line(text).replace("$", r"\$")
 
 
 def _metrics(curves: list[Curves]) -> dict[str, str]:

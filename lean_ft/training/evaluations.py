@@ -4,13 +4,11 @@ from torch import nn
 
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
-from lean_ft.settings import RecipeConfig
-from lean_ft.system.log import say
+from lean_ft.settings import Every, RecipeConfig
 from lean_ft.system.random_state import capture_random_state, restore_random_state
 from lean_ft.system.shards import Ranks
 from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.commands import commands_to_evaluate
 from lean_ft.training.length import Length
 from lean_ft.training.metrics import Row
 from lean_ft.training.starting import Start
@@ -61,18 +59,16 @@ def describe_evaluation(row: Row) -> str:
     return text
 
 
-def say_missing_evaluations(cfg: RecipeConfig, start: Start, length: Length, *, has_held_out: bool) -> None:
-    """For a complete run whose last evaluation was interrupted, print the commands that repeat it."""
+def missing_evaluations(cfg: RecipeConfig, start: Start, length: Length, *, has_held_out: bool) -> tuple[bool, bool]:
+    """Whether the step that a run starts at lacks its evaluation on held-out rows, and its tasks, because an earlier start was
+    interrupted in them."""
+    if not start.is_own or start.folder is None:
+        return False, False
+
+    def is_due(every: Every) -> bool:
+        return start.is_complete or length.is_due(every, start.step)
+
     last = [row for row in start.rows if row["step"] == start.step]
-    rows = has_held_out and start.step not in length.eval_losses
-    tasks = bool(cfg.eval_tasks) and all("tokens" in row or "eval_loss" in row for row in last)
-    if not start.is_own or start.folder is None or not (rows or tasks):
-        return
-    say("missing", f"the evaluation after step {start.step}, which was interrupted")
-    commands = list(commands_to_evaluate(cfg, start.folder, rows=rows, tasks=tasks))
-    say(
-        "",
-        "To repeat it, run:" if commands else f"Only training evaluates these rows: raise {length.limits} to continue.",
-    )
-    for command in commands:
-        say("", command)
+    rows = has_held_out and is_due(cfg.eval_every) and start.step not in length.eval_losses
+    tasks = is_due(cfg.eval_tasks_every) and all("tokens" in row or "eval_loss" in row for row in last)
+    return rows, bool(cfg.eval_tasks) and tasks

@@ -17,8 +17,8 @@ from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
 from lean_ft.system.log import say
-from lean_ft.system.redaction import redact, redact_values
-from lean_ft.system.run_directory import CONFIG_FILE, LOCK_FILE, RUN_FILE, read_starts
+from lean_ft.system.redaction import on_one_line, redact, redact_values
+from lean_ft.system.run_directory import CONFIG_FILE, LOCK_FILE, RUN_FILE, TOOL_RESULTS_FILE, read_starts
 from lean_ft.system.shards import Ranks
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
 from lean_ft.system.whole_files import LEFTOVER, open_in_place, remove, write_json, write_whole
@@ -172,7 +172,7 @@ def record_start(
         (directory / one).parent.mkdir(exist_ok=True)
         with write_whole(directory / one.rpartition(":")[0]) as temporary:
             temporary.write_text(source, encoding="utf-8")
-    comments = "".join(f"#   {name}: {value}\n" for name, value in facts.items())
+    comments = "".join(f"#   {on_one_line(f'{name}: {value}')}\n" for name, value in facts.items())
     text = f"# The resolved settings of this run; `leanft run RECIPE --config` reads this file.\n{comments}{settings}"
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -181,8 +181,11 @@ def record_start(
 
 
 def record_end(directory: Path, *, writes: bool) -> None:
-    """Mark the last start in run.json as ended, so that the same command begins another run, if this process `writes`."""
+    """Mark the last start in run.json as ended, so that the same command begins another run, if this process `writes`. Results of
+    tools are removed: no later start reads them, and they may hold secrets."""
     starts = read_starts(directory) if writes else []
+    for file in [directory / TOOL_RESULTS_FILE, *directory.glob(f"[0-9]*_{TOOL_RESULTS_FILE}")] if writes else ():
+        remove(file)
     if starts and "ended" not in starts[-1]:
         starts[-1]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(directory / RUN_FILE, {"starts": starts}, 1, on_disk=True)

@@ -32,6 +32,7 @@ from lean_ft.models.routing import RoutingStatistics
 from lean_ft.optim import Optimizer
 from lean_ft.peft import base_fingerprint
 from lean_ft.settings import RecipeConfig
+from lean_ft.system.foreign_values import valid_text
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
 from lean_ft.system.random_state import restore_random_state
@@ -44,7 +45,7 @@ from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
 from lean_ft.training.checkpoints import Checkpoints, Place
 from lean_ft.training.commands import command_to_continue
-from lean_ft.training.evaluations import check_evaluations, describe_evaluation, run_eval_tasks, say_missing_evaluations
+from lean_ft.training.evaluations import check_evaluations, describe_evaluation, missing_evaluations, run_eval_tasks
 from lean_ft.training.length import Length
 from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, set_metrics_aside, trim_metrics
@@ -100,6 +101,7 @@ class Run:
         self._done_steps = 0
         self._begun: Place | None = None  # the place at which the current step began
         self._logged = False  # whether the current step has called log()
+        self._missing = False, False  # whether the start's step lacks its evaluation, and its tasks
         writes, vocab_size = ranks.rank == 0, model.config.vocab_size if isinstance(model, Decoder) else None
         has_images = getattr(model, "vision", None) is not None
         self._metrics = Metrics(
@@ -162,10 +164,13 @@ class Run:
             self._results.note(row)
         if start.folder is not None:
             self._checkpoints.restore(start)
+        self._missing = missing_evaluations(cfg, start, length, has_held_out=self._held_out is not None)
         if start.is_complete:
             length.total_steps = start.step  # a smaller `max_steps` undoes no steps
-            return
-        check_schedule(cfg, start, self.total_steps)
+            if not any(self._missing):
+                return
+        else:
+            check_schedule(cfg, start, self.total_steps)
         needed_bytes = self._checkpoints.needed_bytes()
 
         def record() -> None:
@@ -173,12 +178,28 @@ class Run:
                 trim_metrics(self._metrics.path, start.step)
             else:
                 set_metrics_aside(self._metrics.path)
-            self._checkpoints.check_free_space(needed_bytes, start.step)
+            if not start.is_complete:
+                self._checkpoints.check_free_space(needed_bytes, start.step)
             record_start(cfg, self.device, fingerprint, start.step, start.folder, self.ranks.size)
             self._metrics.loggers = Loggers(cfg.log, self.directory, settings_of(cfg), start.step)
 
         self.ranks.on_rank_zero(record)
-        log_start(self)
+        if not start.is_complete:
+            log_start(self)
+
+    def _finish_evaluations(self) -> None:
+        """Run the tasks that an earlier start did not finish, and name an evaluation that the recipe did not repeat."""
+        rows, tasks = self._missing
+        if rows and self.start_step not in self.length.eval_losses:
+            again = "To repeat it, call run.evaluation_due() before the loop too, as the recipes of lean_ft do"
+            say("missing", f"the evaluation after step {self.start_step}, which was interrupted. {again}")
+        if tasks:
+            self._run_tasks()
+
+    def _restore_random_state(self) -> None:
+        if (folder := self._start.folder) is not None:
+            with from_checkpoint(folder, ValueError):
+                restore_random_state(read_random_state(folder), self.device)
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -198,11 +219,14 @@ class Run:
                 `log_every` steps late); the weights are not finite, and so are not saved; or a checkpoint could not be
                 written (with `save_async`, raised after a later step).
         """
+        self._finish_evaluations()
         if self._start.is_complete:
+            if self._metrics.loggers is not None:
+                self._metrics.loggers.close(done=True)
+                self._checkpoints.remove_superseded(self.total_steps)
             self._release()
             say("complete", f"{self.length.ending(self.total_steps)}. Checkpoint: {self.checkpoint}")
             say("", f"To continue training, raise {self.length.limits}. To start another run, set a new output_dir.")
-            say_missing_evaluations(self.cfg, self._start, self.length, has_held_out=self._held_out is not None)
             self._answer_held_out(f"at step {self.total_steps}")
             record_end(self.directory, writes=self.writes)
             return
@@ -215,10 +239,10 @@ class Run:
                 ProgressBar(self.start_step, self.total_steps, self.directory) as self._progress,
                 profiled(cfg, self.model, self.device, writes=self.writes) as profiler,
             ):
-                if (folder := self._start.folder) is not None:
-                    with from_checkpoint(folder, ValueError):
-                        restore_random_state(read_random_state(folder), self.device)
+                self._restore_random_state()
                 for step in range(self.start_step, self.total_steps):
+                    if length.stops_early:  # by an evaluation that was missing
+                        break
                     if step <= self.start_step + 1:  # preparing data and compiling leave much freed memory
                         trim_heap()
                     self._step, self._logged = step + 1, False
@@ -304,13 +328,18 @@ class Run:
 
     def log_metric(self, name: str, value: Tensor | float) -> None:
         """Add a value to the next line: of the step, or of the evaluation as `eval_NAME`. The line has the mean of its values."""
-        self._metrics.further.setdefault(name, []).append(float(value))
+        self._metrics.further.setdefault(valid_text(str(name)), []).append(float(value))
 
     def evaluation_due(self) -> bool:
         """Whether the loop's body evaluates now: as often as `eval_every` says, and after the last step, which is saved first.
-        False if nothing is held out."""
+        False if nothing is held out. Before the loop: whether an earlier start was interrupted in the evaluation after its last
+        step."""
         if self._held_out is None:
             return False
+        if self._begun is None:
+            if self._missing[0]:
+                self._restore_random_state()
+            return self._missing[0]
         if self._step < self.total_steps:
             return self.length.is_due(self.cfg.eval_every, self._step)
         if self._logged:
@@ -341,12 +370,7 @@ class Run:
             held_out = list(held_out)
         for batch, _ in self.ranks.share(held_out):
             if self._logged and (received := self._signal_to_stop(self._signals)) is not None:
-                again = (
-                    "the next start prints the command that does it"
-                    if self._step == self.total_steps
-                    else "it is not repeated"
-                )
-                say("evaluation", f"after step {self._step}: interrupted; {again}")
+                say("evaluation", f"after step {self._step}: interrupted; the next start repeats it")
                 self._finish_step(stopping=True)
                 self._stop(128 + received)
             yield batch

@@ -33,6 +33,7 @@ from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig, models_o
 from lean_ft.system.catalog import without_alias
 from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
+from lean_ft.system.redaction import shown_as_given
 from lean_ft.system.run_directory import (
     RecordedRun,
     State,
@@ -197,7 +198,8 @@ def check_schedule(cfg: RecipeConfig, start: Start, total_steps: int) -> None:
 
 @contextmanager
 def settled(cfg: ConfigT) -> Iterator[ConfigT]:
-    """Context manager with the settings as the run uses them: the directory chosen, and models held at a commit or checkpoint.
+    """Context manager with the settings as the run uses them: the directory chosen and absolute, and models held at a commit or
+    checkpoint.
 
     A chosen directory is logged, and locked before anything is loaded, so that two starts at once take two directories.
     Raises ValueError as `decide_start` and `hold_models`.
@@ -216,6 +218,8 @@ def settled(cfg: ConfigT) -> Iterator[ConfigT]:
     # Processes that nobody launched together cannot agree on a choice. They take the default name.
     if "output_dir" not in cfg.model_fields_set and (is_launched or size == "1"):
         directory = Path(decided_by_rank_zero("output_dir", choose) if is_launched else choose())
+    # User code may change the current folder. Messages and records show the name as it was given.
+    directory = shown_as_given(directory)
     try:
         cfg = cfg.model_copy(update={"output_dir": directory})
         earlier = read_earlier(cfg, quick=True)
@@ -243,7 +247,7 @@ def choose_output_dir(cfg: RecipeConfig, *, lock: bool = False) -> tuple[Path, s
             check_usable(directory)
             reason = f"{'resumes its unfinished run' if holds_run(directory) else 'a new run'}{skipped}"
             try:
-                locks.update({directory: DirectoryLock(directory)} if lock else {})
+                locks.update({directory.absolute(): DirectoryLock(directory)} if lock else {})
                 return directory, reason
             except ValueError:
                 obstacle = "is in use by another process"

@@ -31,6 +31,8 @@ from lean_ft.system.shards import whole_numel
 from lean_ft.system.units import counted, duration, gibibytes, number
 from lean_ft.training.commands import command_that_tries
 from lean_ft.training.metrics import DIVERGED_STEPS, HEADLINES, Row, has_diverged
+from lean_ft.training.records import settings_of
+from lean_ft.training.view import not_in_files
 
 if TYPE_CHECKING:
     from lean_ft.training.run import Run
@@ -145,6 +147,8 @@ class Results:
         if run.checkpoint is not None:
             scores = isinstance(run.model, Decoder) and bool(run.model.config.num_scores)
             say("checkpoint", str(run.checkpoint))
+            for sentence in not_in_files(settings_of(run.cfg), run.tokenizer.image_rules):
+                say("elsewhere", sentence)
             say("next", command_that_tries(run.cfg, run.checkpoint, run.tokenizer, scores=scores))
             needs = "" if find_spec("matplotlib") else f": {install_command('plots')}"
             say("", shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}")

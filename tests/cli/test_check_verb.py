@@ -1,5 +1,6 @@
 """`leanft check`: table, exit codes and input errors."""
 
+import json
 import shutil
 
 import pytest
@@ -69,6 +70,30 @@ def test_a_healthy_folder_that_is_not_trained_as_text_passes(leanft, tmp_path, k
     assert {"quantized": "are quantized", "classifier": "is a classifier of 3 labels"}.get(
         kind, "is a reward"
     ) in reasons
+
+
+UNREAD = {
+    "model_type": (lambda config: config | {"model_type": "my-model"}, "model_type is 'my-model', which lean_ft does not read"),
+    "quantization": (lambda config: config | {"quantization_config": {"quant_method": "gptq"}}, "weights are quantized (gptq)"),
+    "sizes": (lambda config: config | {"hidden_size": 256}, "has the shape [768, 128]; expected from config.json: [768, 256]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_a_model_that_is_not_read_is_refused_before_transformers_is_imported(leanft, tmp_path, monkeypatch, what):
+    change, message = UNREAD[what]
+    folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(change(config)))
+    monkeypatch.setattr(check, "Check", None)
+    assert message in leanft.refused("check", folder, "device=cpu")
+
+
+def test_a_table_without_any_check_is_an_error(leanft, monkeypatch):
+    skipped = ("token ids", lambda: [("token ids", "", "", "", "skipped: transformers is not installed")])
+    monkeypatch.setattr(check.Check, "run", lambda self: iter([skipped, skipped]))
+    refusal = leanft("check", "tiny", "--quick", "device=cpu")
+    assert refusal.code == 2 and "all of the 2 checks were skipped" in refusal.err
 
 
 def test_scores_that_differ_are_found(leanft, tmp_path, monkeypatch):

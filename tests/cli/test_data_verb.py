@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from lean_ft.data import preference_batches, unpaired_batches
 from lean_ft.hub.paths import resolve_model_path
@@ -243,3 +244,64 @@ def test_kto_counts_good_and_bad_answers(leanft, run, tmp_path, good: int, bad: 
     )
     assert held_out is not None
     assert all(f"{good} desirable and {bad} undesirable" in str(one.report) for one in (batches, held_out))
+
+
+TOOLS = '''
+def search(word: str) -> str:
+    """Search.
+
+    Args:
+        word: What to find.
+    """
+    raise SystemExit("a preview calls no tool")
+
+
+class Env:
+    def reset(self, **row):
+        raise SystemExit("a preview resets no environment")
+
+    def look(self, place: str) -> str:
+        """Look.
+
+        Args:
+            place: Where to look.
+        """
+
+
+class Steps:
+    def reset(self, row):
+        raise SystemExit("a preview resets no environment")
+
+    def step(self, action):
+        return "", 0.0, True
+'''
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "online_dpo"])
+def test_prompts_have_the_tools_of_the_run(leanft, tmp_path, monkeypatch, recipe: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tools.py").write_text(TOOLS)
+    rows = [{"prompt": f"Work out {number}."} for number in (2, 33, 444)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = [recipe, "model.path=tiny-tools", "data.source=rows.jsonl", "rewards=[length]"]
+    theirs = AutoTokenizer.from_pretrained(resolve_model_path("tiny-tools"))
+    spec: dict[str, Any] = {}
+    exec(TOOLS, spec)  # its functions, whose schemas transformers makes
+    for given, functions in (
+        ([], []),
+        (["tools=[tools.py:search]"], [spec["search"]]),
+        (["environment=tools.py:Env", "tools=[tools.py:search]"], [spec["search"], spec["Env"]().look]),
+        (["environment=tools.py:Steps"], []),
+    ):
+        lengths = [
+            len(theirs.apply_chat_template(messages, tools=functions or None, add_generation_prompt=True)["input_ids"])
+            for messages in ([{"role": "user", "content": row["prompt"]}] for row in rows)
+        ]
+        answer = leanft.ok("data", "stats", *run, *given, f"data.max_prompt_length={max(lengths) - 1}")
+        assert f"3 prompts, {sum(lengths):,} tokens" in answer.out, given
+        assert f"1 longer than max_prompt_length={max(lengths) - 1}, which a run drops" in answer.out
+        assert ("is not reset here" in answer.err) == ("environment" in "".join(given))
+        answer = leanft.ok("data", "preview", *run, *given)
+        assert all(
+            name in answer.out for name in (f"line 1: {lengths[0]} tokens", *(one.__name__ for one in functions))
+        )

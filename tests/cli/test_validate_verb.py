@@ -216,3 +216,17 @@ def test_another_source_takes_the_presets_held_out_rows_back(leanft, arguments, 
     assert (settings["data"]["validation_source"], settings["eval_answers"]) == (expected, kept[1])
     assert ("of the preset, because data.source is set" in answer.err) == (kept[0] == "null")
     assert ("eval_answers=200" in answer.err) == (kept[1] == 0)
+
+
+def test_data_of_which_no_row_is_left_is_refused(leanft, tmp_path):
+    row = {"messages": [{"role": "user", "content": "a " * 99}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    given = [
+        f"data.source={tmp_path}/rows.jsonl",
+        "model.path=tiny",
+        "data.overflow=drop",
+        f"output_dir={tmp_path}/run",
+    ]
+    leanft.ok("validate", "finetune", *given)
+    refusal = leanft.refused("validate", "finetune", *given, "data.max_length=32")
+    assert "is left to train on: 3 rows, 3 dropped (longer than max_length). Raise data.max_length (now 32)" in refusal

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.arrow_rows import read_dataset, read_parquet_file
+from lean_ft.data.arrow_rows import as_json, read_dataset, read_parquet_file
 from lean_ft.data.prepare import load_documents, prepare_batches
 from lean_ft.data.sources import read_rows
 from lean_ft.settings import SFTDataConfig
@@ -36,6 +36,16 @@ def test_parquet(tmp_path: Path):
     assert [row.fields for row in rows] == expected()
     assert rows[1].place == f"{path}, row 2"
     assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
+
+
+def test_a_map_is_an_object(tmp_path: Path):
+    maps = pyarrow.map_("string", pyarrow.map_("string", "int64"))
+    values = [[("f", [("x", 1), ("y", None)])], [], [("f", [("x", 1), ("x", 2)])]]
+    parquet.write_table(pyarrow.table({"id": ["a"] * 3, "m": pyarrow.array(values, maps)}), tmp_path / "rows")
+    rows = list(read_rows(str(tmp_path / "rows")))
+    assert rows[0].fields["m"] == {"f": {"x": 1, "y": None}}
+    assert rows[1].problem is None
+    assert rows[2].problem == "the map `m` has a name more than once" or "`f`" in str(rows[2].problem)
 
 
 LONG = "a" * 5_000_000
@@ -232,3 +242,9 @@ def test_parquet_that_tells_of_more_rows_than_bytes(tmp_path: Path):
     )
     with pytest.raises(ValueError, match=r"2,000,000 rows in [\d,]+ bytes"):
         next(read_parquet_file(file, None))
+
+
+def test_encoded_images_are_kept_under_any_name():
+    gif = b"GIF89a\1\0\1\0\0\0\0;"
+    row = {"photo": gif, "nested": [{"picture": gif, "blob": b"GIF"}], "bytes": b"x"}
+    assert as_json(row) == {"photo": gif, "nested": [{"picture": gif, "blob": {"type": "bytes"}}], "bytes": b"x"}

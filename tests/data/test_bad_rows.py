@@ -23,7 +23,7 @@ def nested(depth: int) -> dict[str, Any]:
 BAD = [
     ("not json", "malformed JSON"),
     ('{"messages": null}', "`messages` is null"),
-    ('{"messages": [{"role": "user", "content": null}]}', "message 0: `content` is null"),
+    ('{"messages": [{"role": "user", "content": null}]}', "message 1: `content` is null"),
     ('{"text": "another format"}', "no field `messages`"),
     ('{"messages": [{"role": "user", "content": NaN}]}', "NaN is not valid JSON"),
     ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),

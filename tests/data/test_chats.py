@@ -79,22 +79,22 @@ def test_no_tools(value: Any):
         (None, "`messages` is null"),
         ("hi", "`messages` is a string"),
         ('[{"role": }]', "`messages` is a string that is not JSON: malformed"),
-        (["hi"], "`messages`, message 0 is a string; expected an object with `role` and `content`"),
-        ([OPENAI[1], {"speaker": "x"}], "message 1 has speaker; expected `role` and `content`, or `from` and `value`"),
-        ([{"role": None, "content": "q"}], "message 0: `role` is null"),
+        (["hi"], "`messages`, message 1 is a string; expected an object with `role` and `content`"),
+        ([OPENAI[1], {"speaker": "x"}], "message 2 has speaker; expected `role` and `content`, or `from` and `value`"),
+        ([{"role": None, "content": "q"}], "message 1: `role` is null"),
         ([{"from": "humann", "value": "q"}], "unknown role 'humann'.*Did you mean 'human'"),
-        ([{"role": "user"}], "message 0: `content` is null; expected a string"),
+        ([{"role": "user"}], "message 1: `content` is null; expected a string"),
         ([{"role": "user", "content": float("nan")}], "`content` is a number"),
         ([{"role": "user", "content": {"text": "q"}}], "`content` is an object"),
-        ([{"role": "user", "content": "\udc00"}], "message 0: `content` has half a surrogate pair"),
+        ([{"role": "user", "content": "\udc00"}], "message 1: `content` has half a surrogate pair"),
         ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "of the type video; only text and images are"),
         ([{"role": "user", "content": [{"type": "file"}]}], "part that is neither text nor an image"),
-        (with_arguments("{x: 1}"), "message 2: the arguments of the tool call 'f' are not JSON"),
+        (with_arguments("{x: 1}"), "message 3: the arguments of the tool call 'f' are not JSON"),
         ([{"role": "assistant", "content": "", "tool_calls": {}}], "`tool_calls` is an object; expected a list"),
         ([{"role": "assistant", "content": "", "tool_calls": [1]}], "a tool call is a number"),
         ([{"role": "assistant", "content": "a", "train": "no"}], "`train` is a string; expected true or false"),
         ([{"role": "assistant", "content": "a", "weight": 0.5}], "`weight` is 0.5; expected 0 or 1"),
-        ([{"role": "user", "content": "q", "train": True}], "message 0 has the role user, but `train` selects it"),
+        ([{"role": "user", "content": "q", "train": True}], "message 1 has the role user, but `train` selects it"),
     ],
 )  # fmt: skip
 def test_chats_that_cannot_be_read(value: Any, message: str):
@@ -111,7 +111,7 @@ def test_a_role_in_messages_is_one_of_the_chat_template(role: str, meant: str, c
     assert read_chat(messages, "messages").messages[1]["role"] == role
     with pytest.raises(
         ValueError,
-        match=rf"message 1: the chat template has no role '{role}'.*expected one of system, .*mean '{meant}'",
+        match=rf"message 2: the chat template has no role '{role}'.*expected one of system, .*mean '{meant}'",
     ):
         chat_tokenizer.passage(messages)
     if role != "Assistant":

@@ -12,6 +12,7 @@ from lean_ft.data.documents import renderer_of
 from lean_ft.data.prepare import prepare_batches
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
+from lean_ft.online.rewards import GIVEN
 from lean_ft.settings import (
     ClassificationDataConfig,
     DataConfig,
@@ -127,10 +128,17 @@ FIELDS_REFUSED = [
     ({"audio": {"path": "a.wav"}}, "`audio`"),
     ({"weight": 0.5}, r"`weight`, and rows have no weights.*data.source=\[\{path"),
     ({"sample_weight": 2}, "`sample_weight`"),
+    ({"img": "a.png"}, "`img`, which looks like an image, and model.images=none.*data.columns.images=img"),
+    ({"frames": ["a.jpg", "b.jpg"]}, "`frames`, which looks like an image"),
+    ({"pixel_values": [[0.5, 0.1]]}, "`pixel_values`, which looks like an image"),
+    ({"crop": "data:image/png;base64,AAAA"}, "`crop`, which looks like an image"),
+    ({"clip": "a.mp4"}, "`clip`, which looks like video, and only text and images are read"),
+    ({"heard": {"array": [0.1], "sampling_rate": 16_000}}, "`heard`, which looks like audio"),
 ]
 OF_CHATS_REFUSED = [
     ({"functions": [{"name": "f"}]}, "`functions` and no `tools`. Set data.columns.tools=functions"),
     ({"system_prompt": "s"}, "`system_prompt` and no `system`. Set data.columns.system=system_prompt"),
+    ({"effort": "low"}, "`effort`, which is a variable of the chat template.*data.chat_template_kwargs.effort"),
 ]
 NAMED = {"id": 7, "source": "web", "score": 0.5, "score_chosen": 8.0, "chosen_score": 8.0, "rating": 4}
 NAMED |= {
@@ -140,6 +148,10 @@ NAMED |= {
     "special_tokens_mask": [0, 0],
     "token_type_ids": [0, 0],
     "name": "n",
+    "image_id": 7,
+    "file_name": "train/7.jpg",
+    "origin": "video transcript",
+    "picture": "a red house",
 }
 NEUTRAL = {"images": [], "functions": "[]", "system_prompt": " ", "id": None}
 
@@ -151,7 +163,7 @@ def test_other_fields_are_refused_or_named_once(kind, format, row, render) -> No
     for extra, message in FIELDS_REFUSED + OF_CHATS_REFUSED * is_chat:
         with pytest.raises(ValueError, match=f"rows.jsonl, line 1: the row has (the field )?{message}"):
             render(kind, row | extra)
-    named = NAMED if is_chat else NAMED | {"functions": [1], "chat_template_kwargs": {"effort": "low"}}
+    named = NAMED if is_chat else NAMED | {"functions": [1], "chat_template_kwargs": {"effort": "low"}, "effort": "low"}
     text, trained, report = render(kind, row | named)
     assert (text, trained) == plain[:2]
     before = list(plain[2].unread)
@@ -231,6 +243,7 @@ def test_keys_of_a_message(keys, trained, unread, render) -> None:
         ({"weight": 0.5}, "`weight` is 0.5; expected 0 or 1"),
         ({"loss": "no"}, "`loss` is a string; expected true or false"),
         ({"images": ["x"]}, "`images`, and images are read from chats"),
+        ({"img": "a.png"}, "`img`, and images are read from chats"),
         ({"tool_calls": [{"name": "f"}]}, "does not write tool calls. Set data.chat_template"),
     ],
 )
@@ -240,6 +253,72 @@ def test_keys_of_a_message_that_are_refused(keys, message, render) -> None:
             render(SFTDataConfig, row)
     with pytest.raises(ValueError, match=message):
         render(PreferenceDataConfig, {"prompt": "q", "chosen": [{**A, **keys}], "rejected": "b"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"train": False}, "content part with the key `train`, and parts of a message cannot be selected"),
+        ({"weight": 0.5}, "content part with the key `weight`, and parts"),
+        ({"image": "a.png"}, "content part with the key `image`. A part is one text or one image"),
+        ({"video": "a.mp4"}, "content part with the key `video`. A part is one text or one image"),
+        ({"img": "a.png"}, "content part with the key `img`. A part is one text"),
+    ],
+)
+def test_keys_of_a_content_part_that_are_refused(keys, message, render) -> None:
+    content = [{"type": "text", "text": "q", **keys}]
+    for row in (
+        {"messages": [{**Q, "content": content}, A]},
+        {"prompt": [{**Q, "content": content}], "completion": "a"},
+    ):
+        with pytest.raises(ValueError, match=f"rows.jsonl, line 1: .*{message}"):
+            render(SFTDataConfig, row)
+
+
+def test_keys_of_a_content_part_that_are_named(render) -> None:
+    part = {
+        "type": "text",
+        "text": "q",
+        "cache_control": {"type": "ephemeral"},
+        "train": True,
+        "index": None,
+        "image": None,
+    }
+    chat = [{**Q, "content": [part]}, A]
+    for row in ({"messages": chat}, {"messages": json.dumps(chat)}, {"prompt": chat[:1], "completion": "a", "id": 1}):
+        text, _, report = render(SFTDataConfig, row)
+        assert text.endswith("<|im_start|>userq<|im_end|><|im_start|>assistanta<|im_end|>")
+        assert [*report.unread] == [
+            *(["id"] if "id" in row else []), "messages.content.cache_control", "messages.content.train"
+        ]  # fmt: skip
+
+
+def test_places_of_images_in_texts_without_images_are_named(render) -> None:
+    for row in ({"messages": [{**Q, "content": "<image>q"}, A]}, {"text": "<image> t"}):
+        assert [*render(SFTDataConfig, row)[2].unread] == ["<image> in texts"]
+
+
+@pytest.mark.parametrize("name", sorted({*GIVEN, "environments", "environment_reward"}))
+def test_a_column_must_not_have_a_name_that_rewards_get_otherwise(name: str, tmp_path: Path, tokenizer) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "q", "answer": "a", name: "mine"}))
+    config = PromptDataConfig.model_validate({"source": f"{tmp_path}/rows.jsonl"})
+    with pytest.raises(
+        ValueError, match=f"line 1: the rows have the column `{name}`.*set data.columns.my_{name}={name}"
+    ):
+        prompt_rows(config, tokenizer, seed=0)
+    prompts, _ = prompt_rows(config.model_copy(update={"columns": {f"my_{name}": name}}), tokenizer, seed=0)
+    assert prompts[0].columns == {"answer": "a", f"my_{name}": "mine"}
+
+
+def test_a_prompt_that_columns_replace_is_named(tmp_path: Path, tokenizer) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "old", "question": "q", "picture": "target.png"}))
+    config = PromptDataConfig.model_validate({"source": f"{tmp_path}/rows.jsonl", "columns": {"prompt": "question"}})
+    with pytest.raises(ValueError, match="`picture`, which looks like an image, and model.images=none ignores images"):
+        prompt_rows(config, tokenizer, seed=0)
+    config = config.model_copy(update={"columns": {"prompt": "question", "target": "picture"}})
+    prompts, _ = prompt_rows(config, tokenizer, seed=0)
+    assert prompts[0].columns == {"target": "target.png"}
+    assert [*prompts.report.unread] == ["prompt"]
 
 
 MASKS = {"completion_mask": 0, "assistant_masks": 0, "assistant_mask": 0, "loss_mask": 0, "prompt_mask": 1}

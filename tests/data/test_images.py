@@ -24,7 +24,9 @@ from lean_ft.cli.main import app
 from lean_ft.data import Batch, Batches, longest_batch, preference_batches, prompt_rows, sft_batches, unpaired_batches
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.images import has_images
+from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
+from lean_ft.images.pixels import Upright
 from lean_ft.images.reading import Size, decoded, open_image, reference
 from lean_ft.notebook import _write_rows
 from lean_ft.settings import (
@@ -116,7 +118,7 @@ def asked(*parts: Any) -> dict[str, Any]:
 def forms(pictures: Path) -> dict[str, tuple[dict[str, Any], list[Any]]]:
     """Rows with the images wide.png and tall.png in this order, and the messages that they are."""
     wide, tall = ((pictures / name).read_bytes() for name in ("wide.png", "tall.png"))
-    encoded = base64.b64encode(wide).decode()
+    encoded, of_tall = base64.b64encode(wide).decode(), base64.urlsafe_b64encode(tall).decode()
     between = [asked(text("one\n\n"), image(), text("\n"), image(), text("\n\ntwo"))]
     marks = "one\n\n<image>\n<image>\n\ntwo"
     names, before = ["wide.png", "tall.png"], [asked(image(), image(), text("\n what?"))]
@@ -132,6 +134,19 @@ def forms(pictures: Path) -> dict[str, tuple[dict[str, Any], list[Any]]]:
             parts(
                 {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}", "detail": "low"}},
                 {"type": "image_url", "image_url": "tall.png"},
+            ),
+            between,
+        ),
+        "texts in base64": (
+            parts(image(), image()) | {"images": [encoded, base64.encodebytes(tall).decode()]},
+            between,
+        ),
+        "base64 in parts": (parts({"image": encoded}, {"type": "image_url", "image_url": {"url": of_tall}}), between),
+        "datasets in JSON": (parts(image(), image()) | {"images": [{"bytes": encoded}, {"base64": of_tall}]}, between),
+        "Anthropic": (
+            parts(
+                image(source={"type": "base64", "media_type": "image/png", "data": encoded}),
+                image(source={"type": "url", "url": f"data:image/png;base64,{of_tall}"}),
             ),
             between,
         ),
@@ -168,7 +183,7 @@ def test_ids_of_every_form_equal_those_of_transformers(family: Family) -> None:
         expected = family.expected_ids([*messages, ANSWER], ["wide.png", "tall.png"])
         assert document.ids.tolist() == expected, name
         assert family.tokenizer.decode(document.ids[document.trained].tolist()) == "a cat<|im_end|>", name
-        assert not report.unread
+        assert [*report.unread] == (["messages.content.detail"] if name == "OpenAI" else [])
         is_image = document.ids == family.image_id
         assert document.per_token["image_row"][is_image].tolist() == list(range(1, is_image.sum() + 1))
         assert not document.per_token["image_row"][~is_image].any()
@@ -251,6 +266,15 @@ REFUSED = [
     ({"messages": [asked(text("\ud800"), image(path="wide.png")), ANSWER]}, "half a surrogate pair"),
     ({"messages": [{"role": "user", "content": "q", "images": ["wide.png"]}, ANSWER]}, "a message has the key `images`"),
     ({"messages": [ANSWER], "image": "wide.png"}, "has an image and no user message"),
+    ({"messages": [asked(image(path="wide.png", max_pixels=1024)), ANSWER]}, "`max_pixels`, and all images .*data.image_tokens"),
+    ({"messages": [asked(image(image={"path": "wide.png", "resized_height": 32})), ANSWER]}, "`resized_height`, and all images"),
+    ({"messages": [asked(image(path="wide.png", url="tall.png")), ANSWER]}, "has a content part with the images path and url. Keep"),
+    ({"messages": [asked(image(path="wide.png", text="cat")), ANSWER]}, "an image and a text. Write two parts"),
+    ({"messages": [asked(image(index=1)), ANSWER], "images": ["wide.png"]}, "have the `index` 1. Give each empty part an index from 0"),
+    ({"messages": [asked(image(index=0), image()), ANSWER], "images": ["wide.png"] * 2}, "have the `index` 0. Give"),
+    ({"messages": [asked(image(index="0")), ANSWER], "images": ["wide.png"]}, "the `index` '0'; expected a whole number"),
+    ({"messages": [asked(text("q")), ANSWER], "img": "wide.png"}, "`img`, which looks like an image, .*data.columns.images=img"),
+    ({"messages": [asked(text("q")), ANSWER], "crop": "data:image/png;base64,AAAA"}, "`crop`, which looks like an image"),
     ({"videos": ["a.mp4"]}, "the field `videos`, and only text and images are read"),
 ]  # fmt: skip
 UNREADABLE = {
@@ -278,15 +302,70 @@ def test_bad_rows_name_their_fault(qwen: Family) -> None:
         qwen.documents({"text": "t", "image": "wide.png"})
     with pytest.raises(ValueError, match="the field `image`, which needs a chat template"):
         qwen.documents({"prompt": "q", "completion": "a", "image": "wide.png"}, chat=False)
-    for path in UNREADABLE:
+    for path, reason in UNREADABLE.items():
         rows = {
             "messages": [asked(image(path="wide.png"), image(image={"path": path} if path else [1]), text("q")), ANSWER]
         }
-        documents, report = qwen.documents(rows)
+        with pytest.raises(ValueError, match=f"row 1: .*{reason}.* To skip such rows, set data.on_bad_row=skip"):
+            qwen.documents(rows)
+        documents, report = qwen.documents(rows, on_bad_row="skip")
         assert not documents
-        assert report.dropped == {"an image cannot be read": 1}
-        assert f"first: row 1: {'an image is' if not path else ''}" in str(report)
-        assert UNREADABLE[path] in str(report)
+        assert (report.bad_rows, report.bad_images, report.dropped) == (1, 1, {})
+        assert f"1 unreadable row skipped (first: row 1: {'an image is' if not path else ''}" in str(report)
+        assert reason in str(report)
+
+
+def test_missing_images_count_towards_the_most_bad_rows(qwen: Family) -> None:
+    source = qwen.write(*[row_of(["gone.png"], "q")] * 7, row_of(["wide.png"], "q"))
+
+    def report(**settings: Any) -> DataReport:
+        config = SFTDataConfig.model_validate({"source": source, "cache_dir": qwen.pictures / "cache bad", **settings})
+        return sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)[0].report
+
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: cannot read the image .*gone.png.*: No such file"):
+        report()
+    with pytest.raises(ValueError, match=r"more than data.max_bad_rows=6 rows cannot be read[\s\S]*No such file"):
+        report(on_bad_row="skip", max_bad_rows=6)
+    found = report(on_bad_row="skip", max_bad_rows=7)
+    assert (found.kept, found.bad_rows, found.left_out) == (1, 7, "7 of 8 rows were not used: 7 (unreadable)")
+
+
+def test_the_index_of_a_part_is_its_image_in_the_field(qwen: Family) -> None:
+    parts = [image(index=1), image(index=0), text("q"), image(index=1.0)]
+    [document], report = qwen.documents({"messages": [asked(*parts), ANSWER], "images": ["wide.png", "tall.png"]})
+    [expected], _ = qwen.documents(
+        {"messages": [asked(image(path="tall.png"), image(path="wide.png"), text("q"), image(path="tall.png")), ANSWER]}
+    )
+    assert document.identity == expected.identity
+    assert not report.unread
+    [own], report = qwen.documents({"messages": [asked(image(path="wide.png", index=7)), ANSWER], "img": "tall.png"})
+    assert has_images(own)
+    assert [*report.unread] == ["img", "messages.content.index"]  # a row that shows an image may have further data
+
+
+def test_a_run_that_reads_images_and_finds_none_names_where_they_may_be(qwen: Family) -> None:
+    chat = [asked(text("q")), ANSWER]
+    rows = [{"messages": chat, "file_name": "wide.png"}, {"messages": chat, "file_name": None}]
+
+    def batches(*rows: Any, **settings: Any) -> Any:
+        config = SFTDataConfig.model_validate({"source": qwen.write(*rows), "num_processes": 1, **settings})
+        return sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)[0].report
+
+    with pytest.raises(
+        ValueError,
+        match="no row shows an image, while the field `file_name` of 1 row looks like.*data.columns.images=file_name",
+    ):
+        batches(*rows)
+    assert batches(*rows, columns={"images": "file_name"}).images == 1
+    assert [*batches(*rows, {"messages": chat, "images": ["tall.png"]}).unread] == ["file_name"]
+    marked = {"messages": [asked(text("<image>q")), ANSWER]}
+    with pytest.raises(
+        ValueError, match="no row shows an image, and 1 row has <image> in texts. Set data.columns.images=FIELD"
+    ):
+        batches(marked, {"messages": chat})
+    config = PromptDataConfig(source=qwen.write({"prompt": "q", "file_name": "wide.png"}))
+    with pytest.raises(ValueError, match="data.columns.images=file_name"):
+        prompt_rows(config, qwen.tokenizer, seed=0)
 
 
 def test_without_images_a_row_with_an_image_is_bad(qwen: Family) -> None:
@@ -311,6 +390,29 @@ def test_typed_control_tokens_stay_text(family: Family) -> None:
     [plain], _ = family.documents({"messages": [asked(image(path="wide.png")), ANSWER]})
     assert (document.ids == family.image_id).sum() == (plain.ids == family.image_id).sum()
     assert family.tokenizer.decode(document.ids.tolist()).count(typed) == 3
+
+
+@pytest.mark.parametrize("has_tags", [False, True], ids=["turns", "generation tags"])
+def test_no_token_around_an_image_is_trained(family: Family, has_tags: bool, tmp_path: Path) -> None:
+    source = str(family.tokenizer.chat_template)
+    if has_tags:
+        turn = source[source.index("{% if m.content") : source.index("<|im_end|>") + len("<|im_end|>")]
+        own = f"{{% generation %}}{turn}{{% endgeneration %}}"
+        source = source.replace(turn, f"{{% if m.role == 'assistant' %}}{own}{{% else %}}{turn}{{% endif %}}")
+    (file := tmp_path / "template.jinja").write_text(source)
+    tokenizer = load_tokenizer(ModelConfig(path=str(family.tokenizer.folder), images="frozen"), file)
+    crop = [image(path="wide.png"), text("Here."), image(path="tall.png")]
+    row = {"messages": [asked(text("Crop."), image(path="dot.png")), {"role": "assistant", "content": crop}]}
+    for train_on in ("completion", "assistant", "last", "all"):
+        [document], _ = family._replace(tokenizer=tokenizer).documents(row, train_on=train_on)
+        trained = tokenizer.decode(document.ids[document.trained].tolist()).replace("\n", "")
+        before = "<|im_start|>userCrop.<|im_end|><|im_start|>assistant" if train_on == "all" else ""
+        assert trained == f"{before}Here.<|im_end|>"
+
+
+def test_a_plain_text_trains_no_token_around_an_image(qwen: Family) -> None:
+    [document], _ = qwen.documents({"text": "a<|vision_start|>b"})
+    assert qwen.tokenizer.decode(document.ids[document.trained].tolist()) == "ab<|im_end|>"
 
 
 def test_a_template_must_write_a_placeholder_for_each_image(qwen: Family) -> None:
@@ -424,7 +526,7 @@ def expected(family: Family, document: Any, names: list[str]) -> Shown:
     rules = family.tokenizer.image_rules
     assert rules is not None
     pixels = [decoded(open_image(reference(name, family.pictures))) for name in names]
-    colors = [digest for one in pixels for digest in digests(rules.patches(one), rules.merge)]
+    colors = [digest for one in pixels for digest in digests(rules.patches(Upright(one)), rules.merge)]
     shift = document.per_token.get("position_shift", np.zeros(len(document), dtype=int))
     rows = document.per_token["image_row"]
     return [(int(i), n + int(shift[n]), colors[rows[n] - 1] if rows[n] else "") for n, i in enumerate(document.ids)]
@@ -592,12 +694,13 @@ def test_processes_make_the_same_documents(family: Family, monkeypatch: pytest.M
     for few in (0, 100):
         monkeypatch.setattr("lean_ft.data.documents.FEW_ROWS", few)
         config = SFTDataConfig(
-            source=family.write(*rows), num_processes=2, cache_dir=family.pictures / f"cache {few}", image_tokens=20
-        )
+            source=family.write(*rows), num_processes=2, cache_dir=family.pictures / f"cache {few}", image_tokens=20,
+            on_bad_row="skip",
+        )  # fmt: skip
         batches, _ = sft_batches(config, family.tokenizer, batch_size=3, seed=0)
         found.append((batches.layout.columns.content(), str(batches.report), batches.fingerprint))
     assert found[0] == found[1]
-    assert "3 dropped (an image cannot be read; first: " in found[0][1]
+    assert "3 unreadable rows skipped (first: " in found[0][1]
     assert "3 images with " in found[0][1]
 
 
@@ -614,16 +717,17 @@ def test_files_that_change_are_read_anew_or_are_an_error(qwen: Family, tmp_path:
         rows = [row_of(["cat.png"], "q"), row_of([], "q")]
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = SFTDataConfig(source=str(tmp_path / folder / "rows.jsonl"), cache_dir=tmp_path / "cache")
+        source = str(tmp_path / folder / "rows.jsonl")
+        config = SFTDataConfig(source=source, cache_dir=tmp_path / "cache", on_bad_row="skip")
         return sft_batches(config, qwen.tokenizer, batch_size=2, seed=0)[0]
 
     def patches(of: Batches) -> int:
         return len(of.take(1)[0].inputs["images"].patches)
 
-    assert batches("a").report.dropped == {"an image cannot be read": 1}
+    assert batches("a").report.bad_images == 1
     repaint(tmp_path / "a/cat.png", (64, 64), "red")
     first = batches("a")  # the image that was missing is there
-    assert first.report.dropped == {}
+    assert first.report.bad_rows == 0
     assert patches(first) == 16
     repaint(tmp_path / "a/cat.png", (64, 128), "blue")
     with pytest.raises(ValueError, match="cat.png: the image changed after the data was prepared"):
@@ -636,21 +740,21 @@ def test_files_that_change_are_read_anew_or_are_an_error(qwen: Family, tmp_path:
     repaint(tmp_path / "b/cat.png", (96, 64), "green")  # the same rows in another folder have other images
     assert patches(batches("b")) == 24
     (tmp_path / "a/cat.png").unlink()
-    assert batches("a").report.dropped == {"an image cannot be read": 1}
+    assert batches("a").report.bad_images == 1
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_an_image_that_is_broken_behind_its_header_drops_its_row(qwen: Family, tmp_path: Path, kind: str) -> None:
+def test_an_image_that_is_broken_behind_its_header_makes_a_bad_row(qwen: Family, tmp_path: Path, kind: str) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8)
     for name in ("cut", "whole"):
         Image.fromarray(noise).save(tmp_path / f"{name}.img", kind)
     (tmp_path / "cut.img").write_bytes((tmp_path / "cut.img").read_bytes()[:-100])
     rows = [json.dumps(row_of([f"{name}.img"], "q")) for name in ("cut", "whole")]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    config = SFTDataConfig(source=str(tmp_path / "rows.jsonl"), cache_dir=tmp_path / "cache")
+    config = SFTDataConfig(source=str(tmp_path / "rows.jsonl"), cache_dir=tmp_path / "cache", on_bad_row="skip")
     batches, _ = sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)
-    assert batches.report.dropped == {"an image cannot be read": 1}
-    assert "cut.img is broken or incomplete" in batches.report.image_examples[0]
+    assert batches.report.bad_images == 1
+    assert "cut.img is broken or incomplete" in batches.report.bad_row_examples[0]
     [batch] = batches.take(2)
     assert len(batch.inputs["images"].grids) == 1
 
@@ -778,4 +882,5 @@ def test_random_rows_are_read_or_refused_with_a_reason(qwen: Family, kind: Any, 
     check()
     assert refused
     assert all(reason.startswith("row 1: ") for reason in refused)
-    assert seen >= {"kept", "an image cannot be read"}
+    assert "kept" in seen
+    assert any("data.on_bad_row=skip" in reason for reason in refused)

@@ -21,7 +21,7 @@ CALLS_TOOLS = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\n' }}
 {%- if m.role == 'assistant' %}[[{% if m.content is defined %}{{ m.content }}{% endif %}
-{%- for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function.arguments | tojson + '</tool_call>' }}{% endfor %}
+{%- for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function.name + ' ' + call.function.arguments | tojson + '</tool_call>' }}{% endfor %}
 {{- '<|im_end|>' }}]]{{ '\n' }}
 {%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}
 {%- endfor %}
@@ -40,7 +40,7 @@ TURNS = [
     {"role": "user", "content": "And twice?"},
     {"role": "assistant", "content": "Fourteen."},
 ]
-SAID = ['<tool_call>{"of": "1 & 2"}</tool_call><|im_end|>', "Seven 🦙.<|im_end|>", "Fourteen.<|im_end|>"]
+SAID = ['<tool_call>size {"of": "1 & 2"}</tool_call><|im_end|>', "Seven 🦙.<|im_end|>", "Fourteen.<|im_end|>"]
 
 
 def folder_with(template: str, path: Path) -> Path:
@@ -128,7 +128,7 @@ def test_marks_that_leave_nothing_or_are_not_the_assistants(ours):
     config, row = SFTDataConfig(source="x", train_on="last"), Row({"messages": messages}, "here")
     _, report = Renderer(config, SFTReader.of(config, [row], ours["plain"]), ours["plain"])([row])
     assert report.dropped == {"nothing to train on": 1}
-    with pytest.raises(ValueError, match="message 0 has the role user, but `train` or `weight` excludes it"):
+    with pytest.raises(ValueError, match="message 1 has the role user, but `train` or `weight` excludes it"):
         render(ours["plain"], {"messages": [{**TURNS[1], "train": False}, TURNS[4]]}, train_on="all")
 
 

@@ -99,6 +99,23 @@ class TestAFunctionOfOnesOwn:
             assert row.fields or row.problem
         assert capsys.readouterr().out.count(f"waiting     data.format={tmp_path / 'slow.py'}:f has run for") == 2
 
+    def test_it_gets_copies_and_returns_copies(self, write: Any, tmp_path: Path):
+        """Rows that wait for others keep what the function returned for them, and the folder stays."""
+        (tmp_path / "copies.py").write_text(
+            "import os\nmade = {'text': ['']}\n"
+            "async def f(row):\n    made['text'][0] = row['q'].pop()\n    os.chdir('/')\n    return made\n"
+            "def g(row):\n    return {'text': (one for one in 'ab')}\n"
+        )
+        source, here = write([{"q": [str(n)]} for n in range(3)]), Path.cwd()
+        for _ in range(2):
+            config = SFTDataConfig(source=source, format=f"{tmp_path / 'copies.py'}:f")
+            rows = list(read_rows(config.source, config=config))
+            assert [row.fields for row in rows] == [{"text": [str(n)]} for n in range(3)]
+            assert Path.cwd() == here
+        config = SFTDataConfig(source=source, format=f"{tmp_path / 'copies.py'}:g")
+        problem = next(read_rows(config.source, config=config)).problem
+        assert problem is not None and "copies.py:g returned what cannot be copied (TypeError: cannot pickle" in problem
+
     @pytest.mark.parametrize("num_processes", [1, 2])
     def test_its_rows_are_those_of_a_file_that_has_them(
         self, num_processes: int, settings: Any, write: Any, chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

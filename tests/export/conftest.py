@@ -45,42 +45,55 @@ def qwen_tokenizer(rule: tuple[tuple[str, Any], ...] = (("Split", QWEN2_PATTERN)
     return tokenizer
 
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 416,
+}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128}
+
+
+def write_model_folder(
+    folder: Path,
+    family: str = "Llama",
+    dtype: torch.dtype = torch.float32,
+    tokenizer: HFTokenizer | Path | None = None,
+    tokenizer_config: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Path:
+    """Write a folder as transformers saves it, of a random model, with or without a tokenizer."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    of_class = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+    model = of_class(config(**{**SIZES, **settings}))
+    with torch.no_grad():
+        buffers = [pair for pair in model.named_buffers() if pair[0].endswith(("correction_bias", "layer_scalar"))]
+        for name, parameter in (*model.named_parameters(), *buffers):
+            noise = torch.randn(parameter.shape)
+            is_norm = "norm" in name or ".ln_" in name
+            is_scale = (is_norm and not name.endswith("bias")) or "scal" in name
+            parameter.copy_(1.0 + 0.3 * noise if is_scale else 0.2 * noise)
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder, tokenizer, tokenizer_config)
+    return folder
+
+
+def write_tokenizer(folder: Path, tokenizer: HFTokenizer | Path | None, config: dict[str, Any] | None = None) -> None:
+    if isinstance(tokenizer, Path):
+        (folder / "tokenizer.model").write_bytes(tokenizer.read_bytes())
+    elif tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+    if tokenizer is not None:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **(config or {})}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="session")
 def make_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a folder as transformers saves it, of a random model, with or without a tokenizer."""
-
-    def make(
-        family: str = "Llama",
-        dtype: torch.dtype = torch.float32,
-        tokenizer: HFTokenizer | Path | None = None,
-        tokenizer_config: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> Path:
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-        sizes |= {"vocab_size": 416, "num_key_value_heads": 2, "max_position_embeddings": 128}
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-        of_class = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
-        model = of_class(config(**{**sizes, **settings}))
-        with torch.no_grad():
-            buffers = [pair for pair in model.named_buffers() if pair[0].endswith(("correction_bias", "layer_scalar"))]
-            for name, parameter in (*model.named_parameters(), *buffers):
-                noise = torch.randn(parameter.shape)
-                is_norm = "norm" in name or ".ln_" in name
-                is_scale = (is_norm and not name.endswith("bias")) or "scal" in name
-                parameter.copy_(1.0 + 0.3 * noise if is_scale else 0.2 * noise)
-        folder = tmp_path_factory.mktemp("model")
-        model.to(dtype).save_pretrained(folder)
-        if isinstance(tokenizer, Path):
-            (folder / "tokenizer.model").write_bytes(tokenizer.read_bytes())
-        elif tokenizer is not None:
-            tokenizer.save(str(folder / "tokenizer.json"))
-        if tokenizer is not None:
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", **(tokenizer_config or {})}
-            (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        return folder
-
-    return make
+    """As `write_model_folder`, in a new folder."""
+    return lambda *args, **settings: write_model_folder(tmp_path_factory.mktemp("model"), *args, **settings)
 
 
 @pytest.fixture(scope="session")

@@ -218,3 +218,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"],
     }),
 }  # fmt: skip
+# Further cases, which llama.cpp's server does not run.
+FAMILIES = CASES | {
+    "llama/tied_wide_heads": ("Llama", {"tie_word_embeddings": True, "head_dim": 24}),
+    "llama/biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama/linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "llama/llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    # Only layers with a window have positions, even if the window is longer than the context.
+    "cohere2/long_window": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 4096, "pad_token_id": 0}),
+    "qwen2/rope": ("Qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+}
+# As every published model.
+FAMILIES["gpt_oss"] = ("GptOss", CASES["gpt_oss"][1] | {"rope_parameters": YARN | {"truncate": False}})

@@ -1,9 +1,14 @@
 """Adapters as GGUF files: llama.cpp with its own file of the base model computes what PEFT computes."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import peft
 import pytest
 import torch
@@ -18,9 +23,11 @@ from lean_ft.settings import LoRAConfig
 from tests.export.conftest import qwen_tokenizer
 from tests.gguf.cases import CASES as MODELS
 from tests.gguf.cases import GRANITE
+from tests.gguf.converter import WHOLES, write_folder
 from tests.gguf.llama_server import LlamaServer
 from tests.gguf.test_llama_cpp import assert_same_log_probs, tolerance
 from tests.peft.conftest import randomize
+from tests.peft.test_expert_pairs import write_adapter
 
 UNEVEN = {"r": 4, "lora_alpha": 6, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}
 ALL = {"target_modules": "all linear layers"}
@@ -75,6 +82,61 @@ def test_llama_cpp_computes_what_peft_computes(case, make_model_folder, tmp_path
         load_model(tmp_path / "adapter.gguf")
     server = LlamaServer(tmp_path / "base.gguf", tmp_path / "adapter.gguf")
     allowed = tolerance(case) if kind == "f32" else 5e-2
+    assert_same_log_probs(lambda ids: reference(ids).logits, server, allowed, num_tokens=8, at_least=1)
+
+
+# Without layers to which llama.cpp applies no adapter.
+_IN_WHOLES = [case for case in WHOLES if case not in ("mistral3/mistral4", "llama4")]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "qwen3_vl" else pytest.param(case, marks=pytest.mark.long) for case in _IN_WHOLES]
+)
+def test_llama_cpp_computes_an_adapter_of_a_model_that_reads_images(case, tmp_path):
+    """The base's file and the adapter's have one architecture."""
+    source = write_folder(case, tmp_path / "model")
+    model = load_model(source)
+    apply_lora(model, LoRAConfig(rank=2))
+    randomize(model)
+    save_adapter(model, tmp_path / "adapter")
+    export_gguf_adapter(tmp_path / "adapter", tmp_path / "adapter.gguf", "f32", base=source)
+    export_gguf(source, tmp_path / "base.gguf", "f32")
+    server = LlamaServer(tmp_path / "base.gguf", tmp_path / "adapter.gguf")
+    assert_same_log_probs(model, server, tolerance(case), num_tokens=8, at_least=1)
+
+
+@pytest.mark.long
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP is not set to a folder of llama.cpp's sources")
+@pytest.mark.parametrize("case", ["llama", "gemma3", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_an_adapter_equals_the_converters(case, tmp_path):
+    """Of llama.cpp's convert_lora_to_gguf.py: the architecture, the metadata beside names, and the tensors."""
+    source = write_folder(case, tmp_path / "model")
+    model = load_model(source)
+    apply_lora(model, LoRAConfig(rank=2, targets=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    randomize(model)
+    save_adapter(model, tmp_path / "adapter")
+    export_gguf_adapter(tmp_path / "adapter", tmp_path / "own.gguf", "f32", base=source)
+    script = Path(os.environ["LLAMA_CPP"]) / "convert_lora_to_gguf.py"
+    arguments = [tmp_path / "adapter", "--base", source, "--outfile", tmp_path / "theirs.gguf", "--outtype", "f32"]
+    subprocess.run([sys.executable, script, *arguments], check=True, capture_output=True)
+    own, theirs = (gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("own", "theirs"))
+    for key in ("general.architecture", "general.type", "adapter.type", "adapter.lora.alpha"):
+        assert own.get_field(key).contents() == theirs.get_field(key).contents(), key
+    tensors = [{one.name: one.data for one in reader.tensors} for reader in (own, theirs)]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, values in tensors[0].items():
+        np.testing.assert_allclose(values, tensors[1][name], atol=1e-6, err_msg=name)
+
+
+def test_llama_cpp_computes_what_pairs_per_expert_do(make_model_folder, tmp_path):
+    family, settings = MODELS["qwen3_moe"]
+    source = make_model_folder(family, tokenizer=qwen_tokenizer(), **settings)
+    adapter, merged = write_adapter(source, tmp_path / "adapter", even=False)
+    export_gguf_adapter(adapter, tmp_path / "adapter.gguf", "f32")
+    export_gguf(source, tmp_path / "base.gguf", "f32")
+    server = LlamaServer(tmp_path / "base.gguf", tmp_path / "adapter.gguf")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+    allowed = tolerance("qwen3_moe/experts")
     assert_same_log_probs(lambda ids: reference(ids).logits, server, allowed, num_tokens=8, at_least=1)
 
 

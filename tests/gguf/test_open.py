@@ -5,7 +5,6 @@ import json
 import os
 import re
 import struct
-import subprocess
 import sys
 import time
 import unicodedata
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Split
 
@@ -35,8 +33,8 @@ from lean_ft.models import load_model
 from lean_ft.models.stored_weights import stored_tensors
 from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
-from tests.export.conftest import LLAMA3_ROPE, TEMPLATE, qwen_tokenizer
-from tests.gguf.cases import CASES, YARN
+from tests.export.conftest import TEMPLATE, qwen_tokenizer
+from tests.gguf.cases import FAMILIES
 from tests.gguf.llama_server import LlamaServer
 from tests.hub.hub_server import Repository
 from tests.tokenizers.conftest import word_start_tokenizer
@@ -45,17 +43,6 @@ IDS = torch.arange(60).view(2, 30)
 CHAT = [{"role": "user", "content": "Hi <|im_end|> there"}, {"role": "assistant", "content": "Hello."}]
 SPM = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CHAT_CONFIG = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-FAMILIES = CASES | {
-    "llama/tied_wide_heads": ("Llama", {"tie_word_embeddings": True, "head_dim": 24}),
-    "llama/biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
-    "llama/linear_rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
-    "llama/llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
-    # Only layers with a window have positions, even if the window is longer than the context.
-    "cohere2/long_window": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 4096, "pad_token_id": 0}),
-    "qwen2/rope": ("Qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-}
-# As every published model.
-FAMILIES["gpt_oss"] = ("GptOss", CASES["gpt_oss"][1] | {"rope_parameters": YARN | {"truncate": False}})
 # The file is read as another configuration that computes the same: weights have multipliers, scales are rounded, and so on.
 EQUIVALENT = {"falcon_h1", "deepseek_v3", "granitemoehybrid/attention", "gemma3n_text"}
 
@@ -140,98 +127,6 @@ def test_a_file_has_no_generation_tags(make_model_folder, file):
     stored = header.read_header(file)[0]["tokenizer.chat_template"]
     jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(stored)
     assert load_tokenizer(file).render(CHAT)[0] == load_tokenizer(source).render(CHAT)[0]
-
-
-# Of other families, config.json must have what llama.cpp's converter takes from published models.
-PUBLISHED: dict[str, dict] = {
-    "cohere2": {"rotary_pct": 1.0},
-    "cohere2/long_window": {"rotary_pct": 1.0},
-    "deepseek_v3": {
-        "rms_norm_eps": 1e-6,
-        "scoring_func": "sigmoid",
-        "rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
-    },
-    "deepseek_v3/no_query_latent": {"scoring_func": "sigmoid"},
-    "falcon_h1": {"head_dim": 16, "lm_head_multiplier": 2.0},
-    "falcon_h1/norm": {"head_dim": 16},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
-    "granitemoehybrid/attention": {"layer_types": ["attention"] * 2, "intermediate_size": 48},
-    "minimax_m2": {"rotary_dim": 8},
-    "gpt2": {"n_ctx": 128},
-    "hunyuan_v1_moe": {"moe_intermediate_size": [96], "moe_topk": [2], "num_shared_expert": [1]},
-    "mistral4": {
-        "architectures": ["Ministral3ForCausalLM"],
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-    },
-    "minicpm3": {"original_max_position_embeddings": 128},
-    "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
-    "mimo_v2_flash": {
-        "swa_head_dim": 24,
-        "swa_num_attention_heads": 8,
-        "swa_v_head_dim": 16,
-        "swa_num_key_value_heads": 4,
-        "topk_method": "noaux_tc",
-        "hybrid_layer_pattern": [0, 1, 1, 1],
-        "layernorm_epsilon": 1e-5,
-        "scoring_func": "sigmoid",
-        "rope_parameters": None,
-        "rope_theta": 5e6,
-        "swa_rope_theta": 1e4,
-        "partial_rotary_factor": 0.334,
-    },
-    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.9, "mscale": 1.0, "mscale_all_dim": 1.0}},
-}
-# transformers did not know these models when they were published, so the converter reads their config.json without it.
-WITH_OWN_CODE = {"mimo_v2_flash"}
-# The converter does not take the test's model: it knows no such class, needs names of published layers or sizes, or cuts rows.
-NOT_CONVERTED = {
-    "gemma4_unified_text",
-    "gpt2/inner",
-    "gpt_neox",
-    "gpt_neox/serial",
-    "granitemoehybrid/rope",
-    "nemotron_h",
-    "nemotron_h/experts",
-    "gemma4_text",
-    "bamba",
-    "mimo_v2_flash/listed",
-}
-
-
-@pytest.mark.long
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP is not set to a folder of llama.cpp's sources")
-@pytest.mark.parametrize("case", [case for case in FAMILIES if case not in NOT_CONVERTED])
-@torch.no_grad()
-def test_files_of_llama_cpps_converter(case, make_model_folder, file):
-    """Its script for Hugging Face folders writes what people download."""
-    name, settings = FAMILIES[case]
-    source = make_model_folder(name, tokenizer=qwen_tokenizer(), **copy.deepcopy(settings))
-    config = json.loads((source / "config.json").read_text()) | PUBLISHED.get(case, {})
-    config |= {key: 1 for key in ("eos_token_id", "bos_token_id") if config.get(key) not in range(400)}
-    (source / "config.json").write_text(json.dumps(config))
-    if case == "gemma3n_text":  # published folders have keys and values of every layer
-        weights = load_file(source / "model.safetensors")
-        own = {name: weight for name, weight in weights.items() if re.search(r"\.2\.self_attn\.[kv]_", name)}
-        more = {name.replace(".2.", f".{i}."): weight.clone() for name, weight in own.items() for i in range(20, 23)}
-        save_file(weights | more, source / "model.safetensors", {"format": "pt"})
-    place = Path(os.environ["LLAMA_CPP"])
-    script = """
-import json, sys, pathlib, gguf
-from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
-from conversion.base import TextModel
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
-source, out = map(pathlib.Path, sys.argv[1:3])
-config = json.loads((source / "config.json").read_text()) if sys.argv[3:] else None
-kind = get_model_class(get_model_architecture(ModelBase.load_hparams(source, False), ModelType.TEXT))
-own = dict(set_vocab=lambda self: self._set_vocab_gpt2(), model_arch=kind.model_arch, no_mtp=True)
-type("Converter", (kind,), own)(source, gguf.LlamaFileType.ALL_F32, out, eager=True, hparams=config).write()
-"""
-    path = os.pathsep.join(map(str, (place / "gguf-py", place)))
-    arguments = [source, file, *["as it is"] * (case in WITH_OWN_CODE)]
-    subprocess.run([sys.executable, "-c", script, *arguments], env=os.environ | {"PYTHONPATH": path}, check=True)
-    found, expected = load_model(file)(IDS), load_model(source)(IDS)
-    torch.testing.assert_close(found, expected[..., : found.shape[-1]], atol=1e-4, rtol=1e-4)
 
 
 def test_a_file_is_checked_with_transformers(make_model_folder, file, capsys):

@@ -17,6 +17,8 @@ from PIL import Image, ImageOps
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from lean_ft.images.cuts import tiled, tiled_by_shape, within_tokens
+from lean_ft.images.limits import difference, write_limit
+from lean_ft.images.pixels import Upright
 from lean_ft.images.reading import Size, decoded, open_image, reference, size_of
 from lean_ft.images.rules import ImageLayout, ImageRules, image_rules
 from tests.images.pictures import odd_picture
@@ -33,7 +35,7 @@ def torchvision() -> Iterator[None]:
 
 def tiles_of(rules: ImageRules, image: Image.Image, layout: ImageLayout) -> list[np.ndarray]:
     """The normalized pixels (3, height, width) of each tile, put together from patches."""
-    tiles, side, merge, patches = [], rules.patch_size, rules.merge, rules.patches(image)
+    tiles, side, merge, patches = [], rules.patch_size, rules.merge, rules.patches(Upright(image))
     assert patches.dtype == np.uint8
     assert len(patches) == sum(rows * columns for rows, columns in layout.grids)
     colors = (patches / 255 - np.reshape(rules.mean, (3, 1, 1))) / np.reshape(rules.std, (3, 1, 1))
@@ -63,12 +65,15 @@ def same_as_theirs(rules: ImageRules, theirs: TheirProcessor, encoded: bytes, fo
         size, upright = size_of(image), decoded(image)
     assert upright.size == size
     try:
-        tiles, text = theirs(ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))))
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
+        if image.mode == "I;16":  # which Pillow's `convert` clips
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        tiles, text = theirs(image)
     except ValueError as error:
         reason = str(error)
     else:
         layout = rules.layout(size)
-        ours = tiles_of(rules, upright, layout)
+        ours = tiles_of(rules, open_image(reference(encoded, folder)), layout)
         assert [tile.shape for tile in ours] == [tile.shape for tile in tiles], size
         assert max(np.abs(a - b).max() for a, b in zip(ours, tiles, strict=True)) < 1e-6, size
         assert expanded(layout, rules.token) == text
@@ -153,6 +158,16 @@ def test_repeated_tokens_have_the_ids_of_the_whole_text(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_marks_are_all_tokens_that_their_processor_writes(tmp_path, family):
+    folder, theirs = write_folder(tmp_path, family), TheirProcessor(family)
+    texts = [theirs(Image.new("RGB", size))[1] for size in ((600, 400), (300, 900), (20, 30))]
+    beside = ["<|vision_start|>", "<|vision_end|>"] if "qwen" in family else []  # its chat template writes them
+    written = sorted({*re.findall(SPECIAL, "".join(texts)), *beside})
+    ids = {token: number for number, token in enumerate([*written, "<|im_end|>", "<end_of_turn>", "<think>", "[INST]"])}
+    assert {ids[token] for token in written} <= image_rules(folder, added_tokens=ids).marks <= set(range(len(written)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_max_tokens_scales_images_down_and_never_up(tmp_path, family):
     usual = image_rules(write_folder(tmp_path, family))
     least = {"gemma3": 4, "smolvlm": 16, "lfm2_vl": 4}.get(family, 1)
@@ -168,6 +183,31 @@ def test_max_tokens_scales_images_down_and_never_up(tmp_path, family):
     if family in ("gemma3", "smolvlm"):
         with pytest.raises(ValueError, match=f"data.image_tokens is {least - 1}, but .* has at least {least} tokens"):
             image_rules(tmp_path, least - 1)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_limit_in_the_folder_gives_as_many_tokens_in_transformers(tmp_path, family, nested):
+    least = {"gemma3": 4, "smolvlm": 80, "gemma4": 70, "gemma4_unified": 70}.get(family, 16)
+    for max_tokens in (least, least + 7, 100, 140, 200):
+        folder = write_folder(tmp_path, family, nested=nested)
+        rules = image_rules(folder, max_tokens)
+        write_limit(folder, rules)
+        file = json.loads((folder / ("processor_config.json" if nested else "preprocessor_config.json")).read_text())
+        written = file["image_processor"] if nested else file
+        assert written.keys() >= FAMILIES[family][1].keys()
+        again = image_rules(folder, max_tokens)
+        if difference(rules) and "gemma4" in family:
+            assert written == FAMILIES[family][1]
+            continue
+        theirs = TheirProcessor(family, written)
+        for size in (Size(8, 8), Size(640, 480), Size(481, 640), Size(400, 130), Size(130, 900), Size(1500, 1000)):
+            ours, text = rules.layout(size), theirs(Image.new("RGB", size))[1]
+            if difference(rules):
+                assert text.count(rules.token) <= max_tokens
+            else:
+                assert expanded(ours, rules.token) == text, (max_tokens, size)
+                assert again.layout(size) == ours
 
 
 @pytest.mark.parametrize("family", FAMILIES)

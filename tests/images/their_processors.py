@@ -173,6 +173,8 @@ class TheirProcessor:
     def _lfm2_vl(self, image: Image.Image) -> Any:
         names = {name: value for name, value in self.settings.items() if name not in ("tile_size", "do_resize")}
         settings = {**names, "tile_size": self.settings["tile_size"], "max_pixels_tolerance": 2.0, "resample": 2}
+        if not settings.pop("do_image_splitting", True):
+            settings |= {"min_tiles": 1, "max_tiles": 1}
         found, rows, columns, sizes = self.images.resize_and_split(_as_tensor(image)[None], **settings)
         tiles = [np.asarray(tile).reshape(3, *tile.shape[-2:]) / 127.5 - 1 for tile in found[0]]
         if tiles[-1].size > 3 * 128**2:  # it pads to this number of patches

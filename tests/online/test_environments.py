@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from lean_ft.generation import Sample
+from lean_ft.online.rewards import Rewards
+from lean_ft.system.user_code import closing
 from lean_ft.training.bad_steps import TrainingFailed
 from tests.online.test_episodes import TEMPLATE, asked, episodes_of, play
 
@@ -252,6 +255,233 @@ def test_openenv_clients_work_in_trl_form(folder: Path, server: None) -> None:
         _ = environment_of(folder, OPENENV, "Raw").environment
 
 
+# The contract for user code -----------------------------------------------------------------------------------------
+
+OWN = '''
+import asyncio, os, sqlite3, threading, time
+
+MESSAGES = [{"role": "user", "content": "Go on.", "extra": None}]
+LOG = []
+
+class Row:
+    """Changes what it gets and what it returned."""
+    def reset(self, row):
+        LOG.append([*row["cards"]])
+        self.cards = row["cards"]
+        self.cards.pop()
+        row["prompt"][0]["content"] = row["more"] = "changed"
+        MESSAGES[0].pop("extra", None)
+        return MESSAGES
+    def step(self, action):
+        MESSAGES[0]["content"] = "changed"
+        return {"left": self.cards}, 1.0, False
+
+class Methods:
+    def reset(self, **row):
+        LOG.append([*row["cards"]])
+        row["cards"].clear()
+        return MESSAGES[0]["content"]
+    def take(self, cards: list) -> str:
+        """Take.
+
+        Args:
+            cards: Which.
+        """
+        cards.append("changed")
+        return "taken"
+    def close(self): ...
+    def render(self): ...
+    def seed(self, seed): ...
+
+class Gymnasium:
+    class action_space:
+        sample = contains = lambda *_: "a"
+    def reset(self, *, seed=None, options=None):
+        LOG.append([*options["cards"]])
+        options["cards"].clear()
+        return "seen", {}
+    def step(self, action):
+        return "seen", 0.0, True, False, {}
+
+class OpenEnv:
+    def reset(self, cards=None, seed=None):
+        LOG.append([*cards])
+        cards.clear()
+        return "seen"
+    def parse_action(self, text):
+        return text
+    def step(self, action):
+        return None
+
+class Bound:
+    """Whatever belongs to a thread, such as a connection, is used in one alone."""
+    def __init__(self):
+        self.own = sqlite3.connect(":memory:")
+        self.own.execute("create table said (words text)")
+    def reset(self, **row):
+        self.own.execute("delete from said")
+    def say(self, words: str) -> str:
+        """Say.
+
+        Args:
+            words: What.
+        """
+        time.sleep(0.2 * (words == "slow"))
+        self.own.execute("insert into said values (?)", (words,))
+        return " ".join(words for (words,) in self.own.execute("select words from said"))
+    def get_reward(self):
+        return self.own.execute("select count(*) from said").fetchone()[0]
+
+class Odd:
+    def reset(self, row):
+        self.row = row
+        return eval(row.get("reset", "None"))
+    def step(self, action):
+        return eval(self.row["step"])
+    async def close(self):
+        await asyncio.sleep(0)
+        LOG.append("closed")
+
+class Rewarded:
+    def reset(self, **row):
+        self.row = row
+    def act(self) -> str:
+        "Act."
+        return "acted"
+    def get_reward(self):
+        return eval(self.row["reward"])
+    def close(self):
+        raise KeyError("close")
+
+class Hanging:
+    def reset(self, row):
+        self.ended = threading.Event()
+        time.sleep(row.get("seconds", 0))
+        return row.get("text")
+    def step(self, action):
+        self.ended.wait()
+    def close(self):
+        LOG.append("closed")
+        self.ended.set()
+'''
+
+
+def log_of(episodes: Any) -> list[Any]:
+    return sys.modules[type(episodes.environment.objects[0]).__module__].LOG
+
+
+@pytest.mark.parametrize("form", ["Row", "Methods", "Gymnasium", "OpenEnv"])
+def test_environments_get_copies_and_return_copies(folder: Path, form: str) -> None:
+    """Completions, later rounds and reward functions see the row as it was."""
+    episodes = environment_of(folder, OWN, form)
+    prompt = asked("Draw.", episodes, cards=["A", "B"])
+    turn = '<tool_call>{"name": "take", "arguments": {"cards": ["A"]}}</tool_call>' if form == "Methods" else "turn"
+    if form == "OpenEnv":
+        with pytest.raises(TrainingFailed, match="step returned a NoneType; expected a result with reward and done"):
+            play(episodes, [prompt], [turn])
+    found = [] if form == "OpenEnv" else play(episodes, [prompt] * 2, *[[turn, "End."] * 9] * 2)
+    assert log_of(episodes) == [["A", "B"]] * max(1, len(found))
+    assert (prompt.asked, prompt.columns) == ([{"role": "user", "content": "Draw."}], {"cards": ["A", "B"]})
+    if form == "Row":
+        assert [one.prompt[-1]["content"] for one in found] == ["Go on."] * 2
+        assert found[0].messages[1]["content"] == '{"left": ["A"]}'
+    elif form == "Methods":
+        assert found[0].messages[0]["tool_calls"][0]["function"]["arguments"] == {"cards": ["A"]}
+        assert [tool["function"]["name"] for tool in episodes.schemas()] == ["take"]
+
+    def changes(cards: list[Any], prompts: list[Any], trainer_state: Any = None) -> list[float]:
+        seen = [len(one) for one in cards]
+        cards[0].clear()
+        prompts[0][0]["content"] = ""
+        return [float(len(one)) for one in cards] + [0.0] * (seen != [2, 2])
+
+    prompts = [prompt, prompt]
+    samples = [Sample([5]), Sample([6])]
+    assert Rewards([changes, changes], episodes.tokenizer, "cpu")(prompts, samples).each == [[0.0, 0.0], [2.0, 2.0]]
+    assert prompt.columns == {"cards": ["A", "B"]}
+
+
+def test_the_methods_of_an_environment_run_in_one_thread_in_the_order_of_the_calls(folder: Path) -> None:
+    episodes = environment_of(folder, OWN, "Bound", "tools.seconds=20")
+    said = "".join(
+        f'<tool_call>{{"name": "say", "arguments": {{"words": "{word}"}}}}</tool_call>' for word in ("slow", "a", "b")
+    )
+    found = play(episodes, [asked("Say.", episodes)] * 2, *[[said, "End."]] * 2)
+    for one in found:
+        assert [said["content"] for said in one.messages if said["role"] == "tool"] == ["slow", "slow a", "slow a b"]
+        assert one.reward == 3.0
+
+
+def test_each_completion_has_its_own_environment(folder: Path) -> None:
+    episodes = environment_of(folder, f"{OWN}\none = Row()\ndef make():\n    return one\n", "make")
+    with pytest.raises(TrainingFailed, match="make cannot be made: it returned the same object twice"):
+        play(episodes, [asked("Go.", episodes, cards=["A"])] * 2, ["a"], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"reset": "3"}, "reset at rows.jsonl, line 1: reset returned a int; expected a text, messages or None"),
+        ({"reset": "[{'content': 'a'}]"}, "reset at rows.jsonl, line 1: .*expected `role` and `content`"),
+        ({"reset": "object()"}, "reset at rows.jsonl, line 1: reset returned a object, which is neither text nor JSON"),
+        ({"step": "None"}, r"step at .*: step returned a NoneType; expected \(observation, reward, whether"),
+        ({"step": "('a', 1.0)"}, "step at .*: step returned 2 values; expected"),
+        ({"step": "('a', 'b', False)"}, "step at .*: step returned the reward b; expected a finite number or None"),
+        ({"step": "('a', float('nan'), False)"}, "step at .*: step returned the reward nan"),
+        ({"step": "('a', 1.0, 'False')"}, "step at .*: step returned 'False' for whether the episode is over"),
+        ({"step": "(object(), 1.0, False)"}, "step at .*: step returned a object, which is neither text nor JSON"),
+        ({"step": "1 / 0"}, "step at .*: ZeroDivisionError: division by zero"),
+        ({"step": "exit(0)"}, "step at .*: SystemExit: 0"),
+        ({"reward": "'1'"}, "get_reward at rows.jsonl, line 1: get_reward returned the reward 1; expected a finite"),
+    ],
+)
+def test_an_error_names_the_environment_its_method_and_the_row(folder: Path, row: dict[str, str], message: str) -> None:
+    episodes = environment_of(folder, OWN, "Rewarded" if "reward" in row else "Odd")
+    with pytest.raises(TrainingFailed, match=f"^environment=.*mine.py:(Odd|Rewarded) failed in {message}"):
+        play(episodes, [asked("Go.", episodes, **row)], ["a", "b"])
+
+
+def test_texts_of_an_environment_are_valid_and_have_a_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = {"reset": "'r' * 50", "step": "('\\ud800' + 's' * 50, None, False)"}
+    half = {
+        "reset": "[{'role': 'user', 'content': '\\udfff', 'name': '\\ud800'}]",
+        "step": "({'\\ud800': float('inf')}, 1, True)",
+    }
+    episodes = environment_of(folder, OWN, "Odd", "tools.result_characters=20", "data.max_prompt_length=200")
+    found = play(episodes, [asked("Go.", episodes, **row) for row in (long, half)], ["a"] * 9, ["b"])
+    assert found[0].prompt[-1]["content"] == f"Go.{'r' * 20}\n[cut after 20 of 50 characters]"
+    assert found[0].messages[1]["content"] == f"\ufffd{'s' * 19}\n[cut after 20 of 51 characters]"
+    assert found[1].prompt[-1] == {"role": "user", "content": "\ufffd", "name": "\ufffd"}
+    assert capsys.readouterr().out.count("which is cut after tools.result_characters=20") == 2  # of reset and step
+
+
+def test_environments_are_closed_with_the_run_and_limits_hold(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing():
+        episodes = environment_of(folder, OWN, "Odd")
+        play(episodes, [asked("Go.", episodes, step="('', 1, True)")] * 2, ["a"], ["a"])
+        assert (log := log_of(episodes)) == []
+    assert log == ["closed"] * 2  # the coroutines too
+    with closing():
+        episodes = environment_of(folder, OWN, "Rewarded", "tools.seconds=0.5")
+        call = '<tool_call>{"name": "act", "arguments": {}}</tool_call>'
+        prompts = [asked("Go.", episodes, reward=reward) for reward in ("time.sleep(9)", "7")]
+        late, other = play(episodes, prompts, [call, "End."], [call, "End."])
+        assert (late.reward, late.ended, late.errors, other.reward, other.ended) == (None, False, 1, 7.0, True)
+        assert play(episodes, prompts[1:], ["End."])[0].reward == 7.0
+    said = capsys.readouterr().out
+    assert "Rewarded in get_reward: it took longer than tools.seconds=0.5" in said
+    assert "Rewarded failed in close: KeyError: 'close'" in said
+    with closing():
+        episodes = environment_of(folder, OWN, "Hanging", "tools.seconds=0.5")
+        log = log_of(episodes)
+        hung, other = play(episodes, [asked("Go.", episodes)] * 2, ["a"], ["b"])
+        assert (hung.is_cut, other.is_cut, hung.errors) == (True, True, 1)
+        assert log == ["closed"] * 2  # they were left, and others are made
+        assert "in close" not in capsys.readouterr().out
+        with pytest.raises(TrainingFailed, match="Hanging failed in reset at .* longer than tools.seconds=0.5. Raise"):
+            play(episodes, [asked("Go.", episodes, seconds=9)], ["a"])
+
+
 # State --------------------------------------------------------------------------------------------------------------
 
 STATEFUL = '''
@@ -301,6 +531,15 @@ class Methods(Sums):
 
 def added(a: int, b: int) -> str:
     return f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+
+
+def test_a_state_that_is_not_json_names_the_environment(folder: Path) -> None:
+    text = STATEFUL.replace('{"seen": self.seen}', '{"seen": {1, 2}}').replace('self._called(f"', '(f"')
+    for name, turns in (("Steps", ["a"]), ("Methods", [added(1, 2), "End."])):
+        episodes = environment_of(folder, text, name)
+        message = f"{name} failed in state_dict at rows.jsonl, line 1: state_dict returned what JSON cannot hold: .*set"
+        with pytest.raises(TrainingFailed, match=message):
+            play(episodes, [asked("Go", episodes, answer="5")], turns)
 
 
 @pytest.mark.parametrize(

@@ -376,6 +376,7 @@ def test_recorded_results_are_not_requested_again(
     recorded = files / "tool_results.jsonl"
     lines = recorded.read_text().splitlines()
     assert len(lines) == 2
+    assert recorded.stat().st_mode & 0o777 == 0o600  # results may hold secrets
     row = json.loads(lines[1])
     odd = [
         {},
@@ -396,6 +397,7 @@ def test_recorded_results_are_not_requested_again(
     assert "tool_results.jsonl: 15 of 16 lines are cut or changed" in capsys.readouterr().out
     assert sorted(Counter(log.read_text().splitlines()).values()) == [1, 2]  # the one whose line was cut
     assert sorted(recorded.read_text().splitlines()) == sorted(lines)
+    assert recorded.stat().st_mode & 0o777 == 0o600
     again = episodes_of(files, *settings)
     play(again, [asked("Add.", again)], turns, seed=1)  # another round
     (files / "mine.py").write_text(TOOLS + "# changed")
@@ -412,6 +414,22 @@ def test_limits_end_an_episode_as_cut(files: Path) -> None:
     episodes = episodes_of(files, "tools.functions=[TMP/mine.py:add]", "tools.calls=2")
     (one,) = play(episodes, [asked("Go.", episodes)], [called(a=1, b=1)] * 9)
     assert (one.turns, one.calls, one.ended) == (3, 2, False)
+
+
+def test_calls_that_are_not_made_are_text(files: Path) -> None:
+    """In a turn that max_new_tokens cut, after the last turn with calls, and malformed ones."""
+    episodes = episodes_of(files, "tools.functions=[TMP/mine.py:add]", "tools.calls=1")
+    broken = '<tool_call>{"name": "add", "arg</tool_call>'
+    turns = [f"So: {called(a=1, b=1)} {broken}", called(a=2, b=2)]
+    (one,) = play(episodes, [asked("Go.", episodes)], turns)
+    first, good, bad, last = one.messages
+    assert (first["content"], last["content"]) == (f"So:  {broken}", turns[1])
+    assert [call["function"]["arguments"] for call in first["tool_calls"]] == [{"a": 1, "b": 1}]
+    assert (good["content"], bad["content"][:26], "tool_calls" in last) == ("2", "error: malformed tool call", False)
+    assert (one.calls, one.errors, one.ended) == (2, 1, False)
+    played = Round(episodes, [asked("Go.", episodes)], [0], 0)
+    played.ended(0, sample := Sample(episodes.tokenizer.encode(turns[1]), ended=False))
+    assert played.finish([sample])[0].messages == [{"role": "assistant", "content": turns[1]}]
 
 
 def test_an_environment_has_its_observations_as_messages_and_its_rewards(files: Path) -> None:
@@ -559,6 +577,7 @@ def test_a_run_that_is_killed_during_calls_ends_as_the_undisturbed_one(files: Pa
         assert len(recorded) == len(set(recorded))
     run(killed)
     assert metrics(killed, timed=False) == lines
+    assert not [*whole.glob("*tool_results*"), *killed.glob("*tool_results*")]  # they go with the end of a run
     assert (killed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     # Each kill interrupts the calls that were running, and no others are made again.
     assert not calls(whole) - calls(killed)
@@ -614,13 +633,18 @@ def leaves(a: int) -> str:
 CALLS_EACH = """
 from lean_ft.cli.main import run_command_line
 from lean_ft.tools import Call, ToolTurns, Turn
+from lean_ft.training import run
 
 NAMES = ("fine", "fails", "hangs", "floods", "leaves")
 
 def read(turns, ids):
     return Turn("", [Call(NAMES[(ids[0] + len(ids)) % 5], {"a": 1})])
 
+def record_end(directory, **_):
+    pass  # the results would be removed
+
 ToolTurns.read = read
+run.record_end = record_end
 run_command_line()
 """
 

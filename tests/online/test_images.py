@@ -11,12 +11,14 @@ from lean_ft.data import EvalBatches, prompt_rows, sft_batches
 from lean_ft.data.collate import batch_of
 from lean_ft.frozen.reward_model import JudgingModel, open_reward_model
 from lean_ft.frozen.scoring import score_rows
+from lean_ft.generation import Sample
 from lean_ft.losses import TokenLogProbs
 from lean_ft.models import load_model, save_model
-from lean_ft.online import Rollouts, Sampler
+from lean_ft.online import PairRollouts, Rollouts, Sampler, ValuedRollouts
 from lean_ft.online.rewards import Scores
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import answer_held_out
+from tests.data.image_folders import WRITTEN
 from tests.recipes.conftest import config_of, planned, run_recipe
 from tests.training.image_runs import model_folder, write_rows
 
@@ -59,6 +61,29 @@ def test_the_trainer_computes_the_log_probabilities_of_the_sampler(given, shares
     assert batch.num_images == (4 if shares else 8)
     now = TokenLogProbs(model, cfg)(model, batch)
     torch.testing.assert_close(now.log_probs[batch.counts], batch.sampled[batch.counts], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("grpo", Rollouts), ("online_dpo", PairRollouts), ("ppo", ValuedRollouts)]
+)
+def test_a_sampled_token_that_opens_or_closes_an_image_is_not_trained(given, recipe: str, kind: Any):
+    cfg = config_of(recipe, *given, "batch_size=2" if recipe == "online_dpo" else "batch_size=4")
+    tokenizer = load_tokenizer(cfg.model)
+    prompts, _ = prompt_rows(cfg.data, tokenizer, cfg.seed)
+    rollouts, marks = kind(cfg, prompts, tokenizer.pad_id), WRITTEN["qwen3_vl"][1] + WRITTEN["gemma3"][1]
+    never = {number for token in marks if (number := tokenizer.token_id(token)) is not None}
+    said = [[*never], [65, *never, 66], [67, 68], [69, max(never)]]
+    samples = [Sample(ids=ids, log_probs=[-1.0] * len(ids), ended=True) for ids in said]
+    rollouts.sample(lambda *_: samples, lambda *_: Scores([0.0, 1.0, 2.0, 3.0], [[]] * 4, [""] * 4))
+    if recipe == "ppo":
+        for i, ids in enumerate(said):
+            told = [0.5] * len(ids)
+            rollouts._known[i] = {"old": told, "entropies": told, "divergences": told, "values": told}
+    rollouts.begin()
+    (batch,) = rollouts.take()
+    # A pair needs two completions with trained tokens, and the first prompt has one.
+    assert sorted(batch.label.tolist()) == ([67, 68, 69] if recipe == "online_dpo" else [65, 66, 67, 68, 69])
+    assert recipe == "online_dpo" or batch.counts.sum() == batch.num_targets == 5
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "online_dpo", "ppo"])

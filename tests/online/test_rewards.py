@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,30 @@ def test_the_process_is_as_before_and_the_function_is_named(tmp_path: Path, chan
         f"WARNING     the reward {tmp_path}/changing.py:f changes {CHANGES[change]}, which is undone after each call."
     ]
     assert said == found * (CHANGES[change] is not None)
+
+
+def test_what_a_function_logs_is_a_copy_that_a_checkpoint_can_hold(tmp_path: Path) -> None:
+    (tmp_path / "logs.py").write_text(
+        "import numpy as np\nfrom pathlib import Path\nseen = {}\n"
+        "def f(completions, trainer_state, log_extra, log_metric):\n"
+        "    log_extra('\\ud800', [seen, np.float64('nan'), {'\\udfff': ['\\ud800', Path('a')]}])\n"
+        "    log_metric('\\ud800', 1)\n"
+        "    seen['later'] = trainer_state.global_step = 9\n"
+        "    return [1.0] * 3\n"
+        "def g(completions, trainer_state):\n    return [trainer_state.global_step] * 3\n"
+        "def h(completions, log_extra):\n    log_extra('a', 3)\n"
+    )
+    prompts = [Prompt([1], "a", {}, f"row {i}") for i in (1, 2, 3)]
+    score = rewards.Rewards([f"{tmp_path}/logs.py:f", f"{tmp_path}/logs.py:g"], load_tokenizer("tiny"))
+    logged: list[Any] = []
+    score.run = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        trainer_state=SimpleNamespace(global_step=4), log_metric=lambda *given: logged.append(given)
+    )
+    found = score(prompts, [Sample([5])] * 3)
+    assert found.extras == {"\ufffd": [{}, "NaN", {"\ufffd": ["\ufffd", "a"]}]}
+    assert found.totals == [5.0] * 3  # the second function sees the state as it was
+    with pytest.raises(TrainingFailed, match=r"logs.py:h failed at row 1: TypeError: 'int' object is not iterable"):
+        rewards.Rewards([f"{tmp_path}/logs.py:h"], load_tokenizer("tiny"))(prompts, [Sample([5])] * 3)
 
 
 def test_draws_differ_by_round_and_repeat_with_the_round(tmp_path: Path) -> None:

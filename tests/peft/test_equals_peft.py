@@ -1,14 +1,13 @@
 """Adapters equal PEFT's in logits and gradients, and each library reads the other's files."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from lean_ft import load_model
-from lean_ft.peft import apply_lora, load_adapter, stored_adapter
+from lean_ft.peft import adapted_layers, apply_lora, load_adapter, stored_adapter
 from lean_ft.settings import LoRAConfig
 from tests.peft.conftest import FAMILIES, IDS, assert_peft_computes_it, from_peft, loss_of, randomize
 
@@ -115,32 +114,25 @@ def test_several_adapters_add_up_as_with_peft(make_checkpoint, tmp_path):
     torch.testing.assert_close(model(IDS), reference(IDS).logits, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        ({}, 16),
-        ({"q_proj": 2}, 2),
-        ({"proj": 2}, 16),
-        ({"self_attn.q_proj": 3, "q_proj": 2}, 3),
-        ({"q_proj$": 2, "self_attn.q_proj": 3}, 2),
-        ({"^model.layers.1.self_attn.q_proj": 4}, 4),
-        ({r"^model\.layers\.1\.self_attn\.q_proj$": 4}, 4),
-        ({"^self_attn.q_proj": 4}, 16),
-        ({r".*\.q_proj": 5}, 5),
-    ],
-)
-def test_alpha_patterns_match_as_pefts_do(patterns, expected):
-    layer = "model.layers.1.self_attn.q_proj"
-    matching = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer))
-    assert next(matching, 16) == expected
-    config = {"lora_alpha": 16, "alpha_pattern": stored_adapter._alphas(patterns, Path())}
-    assert stored_adapter.stored_shape(config, layer, 8).alpha == expected
+def test_a_dot_of_an_alpha_pattern_matches_any_character_as_in_peft(make_checkpoint, tmp_path):
+    """`q.proj` is the pattern of q_proj too, and `layers.1` that of layers.1 alone, since a name's parts are whole."""
+    folder, base = make_checkpoint("qwen2")
+    patterns = {"layers.0.self_attn.q.proj": 3, r"layers\.[1-9]\..*(down|up).proj": 5, ".proj": 11, "q..roj": 7}
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "down_proj"], alpha_pattern=patterns
+    )
+    model, _ = from_peft(folder, base, tmp_path, config)
+    reference = peft.PeftModel.from_pretrained(make_checkpoint("qwen2")[1], tmp_path)  # PEFT has sorted the patterns
+    alphas = {name: layer.shape.alpha for name, layer in adapted_layers(model).items()}
+    layers = reference.base_model.model.named_modules()
+    expected = {name: layer.lora_alpha["default"] for name, layer in layers if hasattr(layer, "lora_alpha")}
+    assert alphas == expected and set(alphas.values()) == {3, 5, 7, 8}
+    torch.testing.assert_close(model(IDS), reference(IDS).logits, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(
-    "patterns",
-    [{"(a+)+$|(.*)*(.*)*x": 2}, {"(": 2}, {"q_proj": float("nan")}, {"q_proj": -1}, {"q_proj": True}, [1], "x"],
+    "patterns", [{"(a": 2}, {r"(q)\1": 2}, {"q_proj": float("nan")}, {"q_proj": -1}, {"q_proj": True}, [1], "x"]
 )
 def test_other_alpha_patterns_are_refused(patterns):
-    with pytest.raises(ValueError, match="alpha_pattern has"):
-        stored_adapter._alphas(patterns, Path())
+    with pytest.raises(ValueError, match="adapter_config.json: alpha_pattern"):
+        stored_adapter._alphas(patterns, Path("adapter_config.json"))

@@ -296,11 +296,26 @@ def test_devices_are_found_in_any_spelling():
         "a6000": "RTX A6000",  # only one card's name ends like this
         "M3 Max": "Apple M3 Max",
         **{name: name for name in ("V100", "B200", "MI300X", "Apple M4 Max")},
+        # As torch.cuda.get_device_name, nvidia-smi -L, rocm-smi and clouds print them.
+        "NVIDIA H100 80GB HBM3": "H100",
+        "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-7c1d)": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+        "NVIDIA A100-SXM4-80GB": "A100 80GB",
+        "NVIDIA A100-PCIE-40GB": "A100 40GB",
+        "NVIDIA A100 80GB PCIe": "A100 80GB",
+        "Tesla V100-SXM2-32GB": "V100",
+        "Tesla V100-SXM2-16GB": "V100 16GB",
+        "nvidia-tesla-t4": "T4",
+        "nvidia-h200-141gb": "H200",
+        "NVIDIA GeForce RTX 4060 Ti": "RTX 4060 Ti",
+        "AMD Instinct MI300X VF": "MI300X",
+        "rtx 4090 24GB": "RTX 4090",
     }.items():
         assert find_device(wanted) is DEVICES[name]
     with pytest.raises(ValueError, match=r"unknown device 'RTX 409'.*RTX 4090"):
         find_device("RTX 409")
-    for no_single_one in ("80", ""):
+    others = ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA GeForce RTX 3060 8GB")
+    for no_single_one in ("80", "", "A100", *others):
         with pytest.raises(ValueError, match="unknown device"):
             find_device(no_single_one)
 

@@ -130,6 +130,10 @@ def test_evaluation_tasks_do_not_change_a_run(tasks: list[str], tmp_path: Path) 
     evaluate(f"adapter={tmp_path / 'with'}", f"tasks=[{tasks[0]}]", "limit=2")
     kept = json.loads((tmp_path / "with" / "evaluation.json").read_text())["step_00000003"]["tasks"]["our_choice"]
     assert kept == {name.removeprefix("eval_our_choice/"): v for name, v in told[-1].items() if "choice" in name}
+    file = tmp_path / "with" / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))  # as if killed in the last tasks
+    repeated = run_recipe("finetune", tmp_path / "with", *given, *asked)
+    assert [row for row in repeated if "loss" not in row] == told
     for wrong in ("eval_tasks=[no_such.yaml]", "eval_tasks=[no_such_task]"):
         with pytest.raises(ValueError, match="no_such"):
             run_recipe("finetune", tmp_path / "wrong", *given, wrong)

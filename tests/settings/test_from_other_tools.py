@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lean_ft.settings.converted_preset import flat
 from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
@@ -164,6 +165,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {  # tool, what differs
                 {"path": x, "format": "text", "columns": {"text": "story"}} for x in ("a.jsonl", "b.jsonl")
             ],
             "data.format": None,
+            "data.packing": "bfd_split",
+            "data.overflow": None,
             "data.validation_source": [{"path": "held.jsonl", "format": "text"}],
             "data.validation_fraction": None,
             "max_steps": 7,
@@ -226,7 +229,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {  # tool, what differs
         "factory",
         "",
         {},
-        "not needed in lean_ft: trust_remote_code, do_train, template, dataloader_num_workers, plot_loss",
+        "not needed in lean_ft: trust_remote_code, do_train, dataloader_num_workers, plot_loss|template: not supported: the model's own",
     ),
     "all parameters, several sources": (
         "factory",
@@ -301,6 +304,162 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {  # tool, what differs
         "preprocessing_num_workers: 16 has no equivalent in the recipe ppo",
     ),
 }
+
+
+# What two settings mean together, and values that mean something else here: configuration -> settings of the preset, remark.
+TOGETHER: list[tuple[str, str, dict[str, Any], str]] = [
+    ("axolotl", "adapter: lora\nlora_target_linear: true\nlora_target_modules: [q_proj]", {"lora.targets": None}, ""),
+    (
+        "axolotl",
+        "adapter: lora\nlora_target_modules: [q_proj, lm_head]\nlora_target_linear: true",
+        {"lora.targets": ["all-linear", "lm_head"]},
+        "",
+    ),
+    (
+        "axolotl",
+        "adapter: lora\nlora_target_modules: [q_proj]\nlora_target_parameters: [mlp.experts.down_proj]",
+        {"lora.targets": ["q_proj", "mlp.experts.down_proj"]},
+        "",
+    ),
+    ("axolotl", r"lora_target_modules: layers.[\d]+.(q|k)_proj", {"lora.targets": None}, "is a regular expression"),
+    ("axolotl", "chat_template: tokenizer_default", {"data.chat_template": None}, ""),
+    ("axolotl", "DATASET chat_template: tokenizer_default", {"data.chat_template": None}, ""),
+    (
+        "axolotl",
+        "DATASET chat_template: tokenizer_default_fallback_chatml",
+        {"data.chat_template": None},
+        "own template is used",
+    ),
+    (
+        "axolotl",
+        "DATASET chat_template: llama3",
+        {"data.chat_template": None},
+        "not supported: the model's own template",
+    ),
+    ("axolotl", "chat_template_jinja: t.jinja\nchat_template: jinja", {"data.chat_template": "t.jinja"}, ""),
+    ("axolotl", "DATASET chat_template: jinja, chat_template_jinja: t.jinja", {"data.chat_template": "t.jinja"}, ""),
+    (
+        "axolotl",
+        "chat_template: jinja\nchat_template_jinja: '{{ x }}'",
+        {"data.chat_template": None},
+        "Save it as a file",
+    ),
+    (
+        "axolotl",
+        "chat_template: chatml\nchat_template_jinja: t.jinja",
+        {"data.chat_template": None},
+        "own template is used",
+    ),
+    ("axolotl", "DATASET train_on_eos: last", {}, "train_on_eos: not supported"),
+    ("axolotl", "DATASET roles_to_train: [user, assistant]", {}, "roles_to_train: not supported"),
+    ("axolotl", "DATASET shards: 10", {}, "shards: not supported"),
+    ("axolotl", "num_epochs: 4\neval_steps: 0.1\nsave_steps: 0.1", {"eval_every": 0.4, "save_every": 0.4}, ""),
+    ("axolotl", "num_epochs: 4\neval_steps: 0.25", {"eval_every": "epoch"}, ""),
+    ("axolotl", "num_epochs: 4\neval_steps: 0.5", {"eval_every": "epoch"}, "every 2 epochs has no equivalent"),
+    ("axolotl", "max_steps: 25\neval_steps: 0.1\nlogging_steps: 0.1", {"eval_every": 3, "log_every": 3}, ""),
+    ("axolotl", "num_epochs: 2\nlogging_steps: 0.1", {"log_every": None}, "logging_steps: a share of the run"),
+    ("axolotl", "save_steps: 50.0\nsave_strategy: epoch", {"save_every": 50}, ""),
+    ("axolotl", "saves_per_epoch: 4\nsave_steps: 50", {"save_every": 0.25}, ""),
+    ("axolotl", "a: null", {"schedule.warmup_ratio": 0.03}, "3 % of the run's steps, and at most 100"),
+    ("axolotl", "warmup_steps: 0", {"schedule.warmup_ratio": None}, ""),
+    ("axolotl", "warmup_ratio: 0.1\nwarmup_steps: 5", {"schedule.warmup_ratio": None, "schedule.warmup_steps": 5}, ""),
+    ("axolotl", "batch_size: 12\nmicro_batch_size: 4", {"gradient_accumulation_steps": 3, "batch_size": 4}, ""),
+    ("axolotl", "bf16: false", {"model.dtype": "float32"}, ""),
+    ("axolotl", "fp16: true\nbf16: auto", {"model.dtype": "float16"}, ""),
+    ("axolotl", "bf16: false\nfp16: false\nfloat16: true", {"model.dtype": "float16"}, ""),
+    ("axolotl", "bf16: auto", {"model.dtype": None}, ""),
+    ("axolotl", "sample_packing: true\nbatch_flattening: auto", {"data.packing": "bfd"}, ""),
+    ("axolotl", "batch_flattening: true\nsample_packing: false", {"data.packing": "padding_free"}, ""),
+    (
+        "axolotl",
+        "qat: {activation_dtype: int8, weight_dtype: int4}",
+        {"quantize.train": "int8_dynamic_int4_weight"},
+        "",
+    ),
+    (
+        "axolotl",
+        "tokens: [<a>]\nspecial_tokens: {additional_special_tokens: [<b>]}",
+        {"model.new_tokens": ["<a>", "<b>"]},
+        "",
+    ),
+    ("axolotl", "use_wandb: true\nuse_tensorboard: true", {"log.to": ["wandb", "tensorboard"]}, ""),
+    ("axolotl", "shuffle_merged_datasets: true\nshuffle_before_merging_datasets: false", {"data.shuffle": None}, ""),
+    (
+        "axolotl",
+        "overrides_of_model_config: {rope_scaling: {type: yarn, factor: 4.0}}",
+        {},
+        "overrides_of_model_config: not supp",
+    ),
+    (
+        "axolotl",
+        "model_config: {output_router_logits: true}",
+        {},
+        "not supported: the model's config.json decides. model.router_aux",
+    ),
+    ("axolotl", "revision_of_model: abc", {"model.path": "org/m@abc"}, ""),
+    ("axolotl", "s2_attention: true", {}, "s2_attention: not supported"),
+    ("axolotl", "plugins: [axolotl.integrations.liger.LigerPlugin, my.Plugin]", {}, "plugins: not supported"),
+    (
+        "axolotl",
+        "sequence_len: 512\nmax_packed_sequence_len: 2048",
+        {},
+        "sequence_len and max_packed_sequence_len both set data.max_l",
+    ),
+    (
+        "axolotl",
+        "rl: grpo\ntrl: {reward_funcs: [r.a, r.b], reward_weights: [1.0, 0.5], vllm_server_host: h, vllm_server_port: 9, use_vllm: true}",
+        {
+            "rewards": [{"function": "r.py:a", "weight": 1.0}, {"function": "r.py:b", "weight": 0.5}],
+            "generation.engine_url": "http://h:9",
+        },
+        "",
+    ),
+    ("factory", "eval_strategy: epoch\neval_steps: 10", {"eval_every": "epoch"}, ""),
+    ("factory", "save_steps: 10\nsave_strategy: 'no'", {"save_every": 0}, ""),
+    ("factory", "num_train_epochs: 2.0\nsave_steps: 0.1", {"save_every": 0.2}, ""),
+    ("factory", "packing: true\nneat_packing: true", {"data.packing": "bfd"}, ""),
+    ("factory", "neat_packing: true\npacking: false", {"data.packing": "bfd"}, ""),
+    ("factory", "stage: pt", {"data.packing": "wrapped"}, ""),
+    ("factory", "mask_history: true\ntrain_on_prompt: false", {"data.train_on": "last"}, ""),
+    ("factory", "add_tokens: '<a>, <b>'\nadd_special_tokens: <c>", {"model.new_tokens": ["<a>", "<b>", "<c>"]}, ""),
+    (
+        "factory",
+        "freeze_vision_tower: true\nfreeze_multi_modal_projector: false",
+        {"model.images": "frozen"},
+        "no equivalent. freeze",
+    ),
+    (
+        "factory",
+        "freeze_vision_tower: false\nfreeze_language_model: true",
+        {"model.images": "train", "freeze": ["model", "vision.*merger*"]},
+        "",
+    ),
+    ("factory", "use_apollo: true\noptim: adamw_torch\nfinetuning_type: full", {"optimizer.name": "apollo_mini"}, ""),
+    (
+        "factory",
+        "double_quantization: false\nquantization_bit: 4",
+        {"lora.quantize": "nf4"},
+        "double_quantization: not supported",
+    ),
+    ("factory", "mix_strategy: interleave_under", {"data.source": None}, "mix_strategy: not supported"),
+    ("factory", "model_revision: abc", {"model.path": "org/m@abc"}, ""),
+    ("factory", "adam_beta1: 0.0", {"optimizer.betas": [0.0, 0.999]}, ""),
+    ("factory", "finetuning_type: full\nbf16: true", {"model.dtype": None}, "keeps trained weights in float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("tool", "theirs", "ours", "said"), TOGETHER, ids=[f"{one[0]}: {one[1][:60]}" for one in TOGETHER]
+)
+def test_settings_that_act_together(tool, theirs, ours, said, tmp_path):
+    start = {"axolotl": "base_model: org/m", "factory": "model_name_or_path: org/m\ntemplate: x"}[tool]
+    if theirs.startswith("DATASET"):
+        theirs = f"datasets: [{{path: x, type: chat_template, {theirs.removeprefix('DATASET ')}}}]"
+    (tmp_path / "theirs.yaml").write_text(f"{start}\n{theirs}\n")
+    preset = convert_config(tmp_path / "theirs.yaml")
+    written = flat(yaml.safe_load(preset.text("theirs.yaml")))
+    assert {key: written.get(key) for key in ours} == ours
+    assert said in "\n".join(preset.remarks)
 
 
 def converted(text: str, folder: Path) -> tuple[dict[str, Any], str]:

@@ -219,7 +219,7 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "loss.name=kto": "Use the recipe kto.",
         "loss.name=aot": "Not supported: `leanft cat dpo` lists the losses.",
         "beta=0.1": "Did you mean 'loss.beta'?",
-        "ref_model=x": "Not needed: the reference is the model before training (reference.kind).",
+        "ref_model=x": "Not supported: the reference is the model before training (reference.kind).",
     },
     "grpo": {
         "beta=0.1": "Did you mean 'loss.kl_weight'?",

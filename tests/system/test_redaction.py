@@ -8,7 +8,7 @@ import time
 import pytest
 
 from lean_ft.settings.text import load_config
-from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable, redact
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable, redact, redact_values
 from tests.training import toy_recipe
 from tests.training.toy_runs import QWEN
 
@@ -113,6 +113,13 @@ def test_values_of_variables_named_like_secrets_are_removed(monkeypatch):
     text = 'correct-horse-battery correct-horse qu"ote\\n short /etc/hostname correcthorse'
     assert redact(text) == "[token] [token] [token] short /etc/hostname correcthorse"
     assert redact("https://token-alone@host/x https://u:p@ss@host") == "https://[token]@host/x https://[token]@host"
+
+
+def test_a_secret_in_a_name_is_removed_and_no_value_is_lost(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "s3cret-value")
+    values = {"loss/s3cret-value": 1.0, "loss/[token]": 2.0, "lr": {"hf_" + "a" * 20: [3.0]}}
+    found = redact_values(values)
+    assert found == {"loss/[token]": 1.0, "loss/[token] (1)": 2.0, "lr": {"[token]": [3.0]}}
 
 
 def test_a_message_is_bounded_and_has_no_control_characters():

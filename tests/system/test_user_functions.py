@@ -12,6 +12,7 @@ import pytest
 
 from lean_ft.system.user_functions import (
     PASSED,
+    as_factory,
     as_setting,
     check_function,
     file_digest,
@@ -125,6 +126,18 @@ def test_functions_from_python_are_texts_that_lead_back_to_them() -> None:
 def test_a_class_that_is_no_function(given: type, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         as_setting(given)
+
+
+def test_what_makes_objects_stays_as_it_is() -> None:
+    """A class is called for each object. Only an object that is no function is refused."""
+    factories: list[Any] = [dict, Adds, partial(Adds, 4), lambda: Adds(5)]
+    texts = [as_factory(one) for one in factories]
+    assert [load_function(check_function(text)) for text in texts] == factories
+    assert without_hashes(texts[1:]) == [f"functions/{name}.py:{name}" for name in ("Adds", "Adds", "lambda")]
+    assert "def method" in (PASSED[texts[1]].source or "")
+    assert [as_factory(one) for one in ("a.py:b", None)] == ["a.py:b", None]
+    with pytest.raises(ValueError, match="expected a class, or a function that makes objects, found a list"):
+        as_factory([])
 
 
 def test_another_program_has_the_function() -> None:

@@ -53,6 +53,9 @@ CHAT = [
 ]
 
 
+ALL = "{{ messages | map(attribute='content') | join }}"
+
+
 def plain(template: str) -> str:
     return template.replace("[[", "").replace("]]", "")
 
@@ -142,20 +145,22 @@ class TestAgainstTransformers:
 
     @pytest.mark.parametrize("named", ["additional_chat_templates", "chat_templates"])
     def test_template_files_win_over_the_config(self, byte_level, make_folder: MakeFolder, named: str):
-        files = {"chat_template.jinja": "plain", f"{named}/tool_use.jinja": "with tools"}
+        files = {"chat_template.jinja": f"plain{ALL}", f"{named}/tool_use.jinja": f"with tools{ALL}"}
         tokenizer = load_tokenizer(make_folder(byte_level, chat_template="in the config", files=files))
-        assert tokenizer.chat_template == "plain"
+        assert tokenizer.chat_template == f"plain{ALL}"
         for tools, text in ((None, "plain"), ([{"type": "function"}], "with tools")):
-            assert tokenizer.decode(tokenizer.render(CHAT, tools=tools, train_on="all")[0]) == text
+            ids, _ = tokenizer.render(CHAT[1:2], tools=tools, train_on="all")
+            assert tokenizer.decode(ids) == text + CHAT[1]["content"]
 
     def test_named_templates(self, byte_level, make_folder: MakeFolder, tmp_path: Path):
-        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+        templates = {"default": f"plain{ALL}", "tool_use": f"with tools{ALL}"}
+        named = [{"name": name, "template": template} for name, template in templates.items()]
         folder = make_folder(byte_level, chat_template=named)
         AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "theirs")
         load_tokenizer(tmp_path / "theirs").save(tmp_path / "ours")
         for path in (folder, tmp_path / "ours"):
             ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
-            assert ours.chat_templates == theirs.chat_template == {"default": "plain", "tool_use": "with tools"}
+            assert ours.chat_templates == theirs.chat_template == templates
             for tools in (None, [{"type": "function"}]):
                 ids, _ = ours.render(CHAT, tools=tools, train_on="all")
                 assert ids == theirs.apply_chat_template(CHAT, tools=tools, return_dict=False)
@@ -195,7 +200,7 @@ class TestMask:
         [
             "[[{{ messages | map(attribute='content') | join }}]]",
             "{% for m in messages %}{% set last = messages[-1] %}[[{{ m.content }}]]{% endfor %}",
-            "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}[[{{ m.content }}]]{% endif %}{% endfor %}|[[end]]",
+            "{% for m in messages %}{% if m.role == 'assistant' %}[[{{ m.content }}]]{% else %}{{ m.content }}{% endif %}{% endfor %}|[[end]]",
         ],
     )
     def test_blocks_outside_the_loop_cannot_be_left_out(self, tokenizer_with, template: str):
@@ -209,7 +214,7 @@ class TestMask:
     def test_a_turn_that_cannot_be_located_is_rejected(self, tokenizer_with):
         together = "{% if messages | length != 2 %}{{ raise_exception('two, please') }}{% endif %}{{ messages }}"
         with pytest.raises(
-            ValueError, match=r"start of .* message 1.*rendering the messages before it failed.*two, please"
+            ValueError, match=r"start of .* message 2.*rendering the messages before it failed.*two, please"
         ):
             tokenizer_with(together).render(chat("a", "b"))
 
@@ -265,8 +270,8 @@ class TestTypedControlTokens:
     @pytest.mark.parametrize(
         ("template", "said", "reason"),
         [
-            ("{{ messages[0].content.split('<|im_end|>') | join('+') }}{% if false %}[[]]{% endif %}", "a<|im_end|>b", "the chat template treats it as its own"),
-            (plain(CHATML), "a\ufdd2b", r"noncharacters U\+FDD0"),
+            ("{% for m in messages %}{{ m.content.split('<|im_end|>') | join('+') }}{% endfor %}{% if false %}[[]]{% endif %}", "a<|im_end|>b", "does not write message 1|the chat template treats it as its own"),
+            (plain(CHATML), "a\ufdd2b", r"messages: `\[0\].content` contains one of the Unicode noncharacters U\+FDD0"),
             (None, "a", r"no chat template.*data.chat_template=FILE"),
             ([{"name": "rag", "template": "x"}], "a", "no chat template named `default`"),
             ("{% for %}", "a", "does not compile"),

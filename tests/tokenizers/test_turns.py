@@ -231,6 +231,10 @@ def test_exactly_the_assistants_turns_are_trained(tokenizer_of: Callable[[str], 
             try:
                 passage = tokenizer.passage(messages, add_generation_prompt=prompt)
             except ValueError as error:
+                if "does not write message 1 (system)" in str(error):
+                    is_last = style.system == "last" and messages[-1]["role"] != "user"
+                    assert (style.system == "ignored" or is_last) and messages[0]["role"] == "system", (seed, style)
+                    continue
                 # Nothing shows where an empty message ended, if the template writes the text around it differently.
                 assert "cannot find the start" in str(error), (seed, style)  # noqa: PT017
                 assert style.system in ("last", "last_user") and any(not m["content"].strip() for m in messages)
@@ -241,6 +245,7 @@ def test_exactly_the_assistants_turns_are_trained(tokenizer_of: Callable[[str], 
             for start, end in passage.trained:
                 mask[start:end] = [True] * (end - start)
             expected = style.pieces(messages, prompt)
+            assert style.system != "ignored" or messages[0]["role"] != "system"
             assert text == "".join(piece for piece, _ in expected), (seed, style)
             assert solid(list(zip(text, mask, strict=True))) == solid(expected), (seed, style, messages)
             check_ends(tokenizer, passage, is_last_trained=not prompt)

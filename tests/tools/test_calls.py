@@ -105,6 +105,7 @@ MALFORMED = [
     *[("Hermes", f"<tool_call>{body}</tool_call>") for body in (
         "", "{", "[1]", "1", '{"name": "f"}', '{"name": 1, "arguments": {}}', '{"name": "f", "arguments": []}', "[" * 100_000,
         '{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": 1e999}}', '{"name": "f", "arguments": {"x": "\\ud800"}}',
+        '{"name": "f", "arguments": {"\\ud800": 1}}', '{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": {"x": "\\ufdd0"}}',
         f'{{"name": "f", "arguments": {{"n": {"9" * 5000}}}}}', f"{HERMES[11:-12]} and more",
     )],
     ("Qwen3-Coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
@@ -128,8 +129,18 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("form", "text"), MALFORMED, ids=[text[:60].replace("\0", "0") for _, text in MALFORMED])
 def test_a_malformed_call_is_one_error(form: str, text: str) -> None:
-    _, [call] = read_turn(form_of(form), text, TYPES)
+    """Its text stays in the content, for reward functions and samples."""
+    content, [call] = read_turn(form_of(form), text, TYPES)
+    assert content == text
     assert call.arguments == {} and call.error.startswith("error: malformed tool call: ") and len(call.error) < 300
+
+
+def test_the_text_of_a_malformed_call_stays_beside_a_call() -> None:
+    broken = '<tool_call>{"name": "f"</tool_call>'
+    content, calls = read_turn(form_of("Hermes"), f"<think>Hm</think>A {broken} B {HERMES} C", TYPES)
+    assert content == f"<think>Hm</think>A {broken} B  C"
+    assert [(call.name, bool(call.error)) for call in calls] == [("", True), ("f", False)]
+    assert read_turn(form_of("LFM2"), "<|tool_call_start|>[]<|tool_call_end|>", TYPES) == ("<|tool_call_start|>[]<|tool_call_end|>", [])  # fmt: skip
 
 
 def test_random_changes_of_calls_raise_nothing() -> None:

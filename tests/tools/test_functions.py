@@ -21,6 +21,8 @@ def texts(tools: Tools, *calls: Call) -> list[str]:
 
 FILE = '''
 import asyncio, ctypes, os, sys, threading, time
+from dataclasses import dataclass
+from datetime import date
 
 class Broken(Exception):
     def __str__(self):
@@ -29,6 +31,11 @@ class Broken(Exception):
 class Silent:
     def __repr__(self):
         raise RuntimeError("no text")
+
+@dataclass
+class Found:
+    place: str
+    when: date
 
 def act(kind: str, seconds: float = 0.0) -> str:
     """Do it.
@@ -43,11 +50,21 @@ def act(kind: str, seconds: float = 0.0) -> str:
         case "text": return "text"
         case "list": return [1, {"é": None}]
         case "none": return None
-        case "set": return {1}
+        case "set": return {3, 1}
         case "bytes": return b"a"
         case "nan": return float("nan")
         case "long": return "ab" * 10_000_000
         case "silent": return Silent()
+        case "image": from PIL import Image; return Image.new("RGB", (4, 4))
+        case "generator": return (i for i in range(3))
+        case "objects": return [1, {"a": Silent()}]
+        case "found": return [Found("é", date(2025, 1, 2))]
+        case "array": import numpy as np; return {"x": np.arange(3), "y": float("inf")}
+        case "names": return {1.5: 1, None: 2, True: 3}
+        case "halves": return ["\\ud800", {"\\udfff": "\\ufdd0"}]
+        case "half": return "a\\ud800"
+        case "raises half": raise ValueError("\\ud800")
+        case "forks": return os.fork() and "parent"
         case "raises": raise KeyError("gone")
         case "broken": raise Broken
         case "exits": sys.exit("bye")
@@ -93,11 +110,21 @@ RESULTS = {
     "text": "text",
     "list": '[1, {"é": null}]',
     "none": "null",
-    "set": "{1}",
-    "bytes": "b'a'",
+    "set": "[1, 3]",
+    "bytes": "error: the tool {} returned a bytes, which is neither text nor JSON",
     "nan": "NaN",
-    "long": f"{'ab' * 50}\n[cut after 100 of 20,000,000 characters]",
-    "silent": "error: RuntimeError: no text",
+    "image": "error: the tool {} returned a PIL.Image.Image, which is neither text nor JSON",
+    "generator": "error: the tool {} returned a generator, which is neither text nor JSON",
+    "objects": "error: the tool {} returned a list with a user_functions.my_tools.Silent, which is neither text nor JSON",
+    "found": '[{"place": "é", "when": "2025-01-02"}]',
+    "array": '{"x": [0, 1, 2], "y": "Infinity"}',
+    "names": '{"1.5": 1, "null": 2, "true": 3}',
+    "halves": '["\ufffd", {"\ufffd": "\ufffd"}]',
+    "half": "a\ufffd",
+    "raises half": "error: ValueError: \ufffd",
+    "forks": "parent",
+    "long": f"{'ab' * 100}\n[cut after 200 of 20,000,000 characters]",
+    "silent": "error: the tool {} returned a user_functions.my_tools.Silent, which is neither text nor JSON",
     "raises": "error: KeyError: 'gone'",
     "broken": "error: user_functions.my_tools.Broken: <exception str() failed>",
     "exits": "error: SystemExit: bye",
@@ -106,11 +133,14 @@ RESULTS = {
 
 @pytest.mark.parametrize("process", [False, True])
 def test_every_kind_of_result(process: bool, tools: Callable[..., Tools]) -> None:
-    made = tools(process=process, result_characters=100, parallel=99)
+    """Equal in this process and in another one. The child of a fork that returns ends, and its result is not read."""
+    made = tools(process=process, result_characters=200, parallel=99)
     calls = [Call(name, {"kind": kind}) for kind in RESULTS for name in ("act", "wait")]
-    expected = [(text, text.startswith("error:")) for text in RESULTS.values() for _ in range(2)]
+    expected = [
+        text.format(name) if "tool {}" in text else text for text in RESULTS.values() for name in ("act", "wait")
+    ]
     with made.unchanged_process(0):
-        assert made.results(calls) == expected
+        assert made.results(calls) == [(text, text.startswith("error:")) for text in expected]
 
 
 def test_a_process_that_dies_or_hangs_is_a_result(tools: Callable[..., Tools]) -> None:
@@ -195,13 +225,17 @@ def change(step: int) -> int:
     return step
 
 
-def test_a_tool_changes_neither_random_generators_nor_the_process() -> None:
+def test_a_tool_changes_neither_random_generators_nor_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     made = Tools(ToolsConfig.model_validate([change]))
     random.seed(1)
     torch.manual_seed(1)
     before = (random.getstate(), torch.get_rng_state().tolist(), Path.cwd())
-    assert texts(made, Call("change", {"step": 3})) == ["3"]
+    with made.unchanged_process(0):
+        for _ in range(2):
+            assert made.results([Call("change", {"step": 3})]) == [("3", False)]
+            assert Path.cwd() == before[2]  # also for what runs before the end of a round
     assert (random.getstate(), torch.get_rng_state().tolist(), Path.cwd()) == before
+    assert capsys.readouterr().out.count("the tool change changes the current folder, which is undone") == 1
 
 
 def test_functions_that_cannot_be_tools(tmp_path: Path, tools: Callable[..., Tools]) -> None:

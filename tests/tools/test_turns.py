@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
+from lean_ft.system.foreign_values import valid_text
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.tools import Call, ToolTurns
 from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer
@@ -248,7 +249,7 @@ def test_an_observation_follows_an_answer(name: str, tokenizer_of: Callable[...,
 def test_any_result_has_a_reply(name: str, result: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
     tokenizer = tokenizer_of(name)
     turns, calls = turns_of(tokenizer), [Call(result[:50], {}, "error: x", id=result[:50])]
-    given, plain = (turns.reply([0], calls, [one]) for one in (result, "r"))
+    given, plain = (turns.reply([0], calls, [valid_text(one)]) for one in (result, "r"))
     assert given != plain and [one for one in given if one in tokenizer.turn_ends] == [
         one for one in plain if one in tokenizer.turn_ends
     ]
@@ -258,7 +259,8 @@ def test_several_calls_where_the_template_takes_one(tokenizer_of: Callable[..., 
     tokenizer = tokenizer_of("llama3_1")
     turns = turns_of(tokenizer)
     said = '{"name": "add", "parameters": {"x": "1"}}; {"name": "add", "parameters": {"x": "2"}}<|eot_id|>'
-    [call] = turns.read(tokenizer.encode(said)).calls
+    content, [call] = turns.read(tokenizer.encode(said))
+    assert content == said.removesuffix("<|eot_id|>")
     assert call.error == "error: this turn has 2 tool calls. Make one call at a time."
     assert turns.read(tokenizer.encode("Hi <|eot_id|>")) == ("Hi", [])
 

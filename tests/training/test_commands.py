@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft.settings.run import DEFAULT_OUTPUT_DIR
-from lean_ft.training.commands import command_to_continue, commands_to_evaluate
+from lean_ft.training.commands import command_to_continue
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,3 @@ def test_a_run_resumes_with_the_program_that_started_it(started, resume, command
     assert command_to_continue(cfg) == command
     later = cfg.model_copy(update={"output_dir": Path(f"{cfg.output_dir}_2")})  # chosen after another run
     assert f"output_dir={later.output_dir}" in command_to_continue(later).replace("'", "")
-
-
-def test_an_evaluation_is_repeated_with_the_settings_of_the_run(config, tmp_path):
-    cfg = config(tmp_path, eval_tasks="[a,my task.yaml]", eval_tasks_limit=3, seed=2)
-    (command,) = commands_to_evaluate(cfg, Path("runs/a/step_00000012"), rows=True, tasks=True)  # the toy has no rows
-    tasks = "'tasks=[a, my task.yaml]' limit=3 seed=2 model.dtype=float32"
-    assert command == f"leanft evaluate runs/a/step_00000012 {tasks}"

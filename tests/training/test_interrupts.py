@@ -150,6 +150,7 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
     train_real(tmp_path / "run", *settings)
     whole = train_real(tmp_path / "whole", *settings)
     assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
+    assert metrics(tmp_path / "run", timed=False) == metrics(whole, timed=False)
 
 
 def test_two_runs_do_not_share_a_directory(launch, train, tmp_path):

@@ -1,11 +1,7 @@
 """The real recipe with real data, decoder and optimizers: a resumed run is bitwise equal to an uninterrupted run."""
 
-import json
-import shlex
-
 import pytest
 
-from lean_ft.cli.main import run_command_line
 from lean_ft.training.checkpoints import Checkpoints
 from tests.training.toy_runs import digests, metrics
 
@@ -105,24 +101,28 @@ def test_data_is_known_by_its_content(train_real, inputs, tmp_path):
     ],
     ids=" ".join,
 )
-def test_the_command_for_an_interrupted_last_evaluation_gives_its_loss(settings, train_real, tmp_path, capsys):
-    settings = [*settings, "data.validation_fraction=0.3", "seed=3", "max_steps=3"]
-    run = train_real(tmp_path / "run", *settings)
-    (checkpoint,), expected = run.glob("step_*"), metrics(run)[-1]["eval_loss"]
-    saved, file = digests(checkpoint), run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:-1]) + lines[-1][:12])  # killed while writing
-    capsys.readouterr()
-    train_real(run, *settings)
-    said = capsys.readouterr().out
-    assert "missing     the evaluation after step 3, which was interrupted\n" in said
-    program, *command = shlex.split(next(line for line in said.splitlines() if "evaluate" in line))
-    assert (program, digests(checkpoint)) == ("leanft", saved)
-    with pytest.raises(SystemExit) as ended:
-        run_command_line(command)
-    assert ended.value.code == 0
-    found = json.loads((run / "evaluation.json").read_text())[checkpoint.name]["answers"]
-    assert found["loss"] == pytest.approx(expected, rel=1e-4)
+def test_an_evaluation_hit_by_a_kill_is_repeated(settings, train_real, tmp_path, capsys):
+    settings = [*settings, "data.validation_fraction=0.3", "seed=3", "eval_every=2"]
+    run = train_real(tmp_path / "run", *settings, "max_steps=3")
+    saved, file = digests(run / "step_00000003"), run / "metrics.jsonl"
+    whole, lines = metrics(run, timed=False), file.read_text().splitlines(keepends=True)
+    for cut in ("", lines[-1][:12]):  # killed before or while the last line was written
+        file.write_text("".join(lines[:-1]) + cut)
+        capsys.readouterr()
+        train_real(run, *settings, "max_steps=3")
+        said = capsys.readouterr().out
+        assert (
+            f"after step 3: held-out loss {whole[-1]['eval_loss']:.4g}" in said and "complete    3 steps done" in said
+        )
+        assert metrics(run, timed=False) == whole and digests(run / "step_00000003") == saved
+    train_real(run, *settings, "max_steps=3")
+    assert metrics(run, timed=False) == whole  # and it is not repeated again
+
+    part = train_real(tmp_path / "part", *settings, "max_steps=2")
+    file = part / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    train_real(part, *settings, "max_steps=3")
+    assert metrics(part, timed=False) == whole and digests(part / "step_00000003") == saved
 
 
 @pytest.mark.parametrize(("lr", "diverges"), [("1e-3", False), ("10", True)])

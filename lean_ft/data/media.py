@@ -1,0 +1,123 @@
+"""Recognize pictures, films and sounds in fields and keys that lean_ft does not read.
+
+A name alone is weak: `image_id` has no picture. So a field is refused if its content is a medium (encoded bytes, a data URL, an
+object of `datasets`), or if its name means one (`img`, `frame_paths`) and its values look like files or arrays. Paths under another
+name, such as `file_name`, are refused only where a run reads images and no row has one; otherwise they are named.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+# Words of names, and suffixes of files, by medium.
+_WORDS = {
+    "image": r"images?|imgs?|pictures?|pics?|photos?|pixels?|screenshots?",
+    "video": r"videos?|clips?|frames?|films?|movies?",
+    "audio": r"audios?|sounds?|speech|wav|waveforms?",
+}
+_SUFFIXES = {
+    "image": r"png|jpe?g|webp|gif|bmp|tiff?|heic|avif",
+    "video": r"mp4|mov|avi|mkv|webm|m4v",
+    "audio": r"wav|mp3|flac|ogg|opus|m4a",
+}
+# Words that may stand beside these in a name that means a medium.
+_BESIDE = re.compile(
+    "(path|file|filename|name|url|uri|byte|data|base64|b64|raw|list|input|local|value|tensor|array|feature|embed|grid|thw|attachment)s?"
+)
+_BEGINNINGS: tuple[tuple[bytes, str], ...] = (
+    (b"\x89PNG\r\n", "image"), (b"\xff\xd8\xff", "image"), (b"GIF8", "image"), (b"II*\0", "image"),
+    (b"MM\0*", "image"), (b"ID3", "audio"), (b"fLaC", "audio"), (b"OggS", "audio"), (b"\x1aE\xdf\xa3", "video"),
+)  # fmt: skip
+_IN_BASE64: tuple[tuple[str, str], ...] = (
+    ("iVBORw0KGgo", "image"),
+    ("/9j/", "image"),
+    ("R0lGOD", "image"),
+    ("UklGR", "image"),
+)
+_FILE = re.compile(r"(?:[^\s<>\"|*]|(?<=\S) (?=\S)){1,1024}\.(\w{3,4})(?:\?\S*)?", re.ASCII)
+_MOST_JSON = 1 << 16  # characters
+
+
+class Medium(NamedTuple):
+    """What a value seems to be: the medium itself, or else a path, a URL or an array."""
+
+    kind: str  # image, video or audio
+    is_content: bool
+
+
+def kind_of_name(name: str) -> str | None:
+    """The medium that a name means, such as `img`, `imagePath` or `frames_2`; None for names with further words (`image_id`)."""
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+(?:64)?|[A-Z]+(?![a-z])", name)]
+    others = [word for word in words if not _BESIDE.fullmatch(word)]
+    kinds = [next((kind for kind, named in _WORDS.items() if re.fullmatch(named, word)), None) for word in others]
+    return kinds[0] if kinds and None not in kinds else None
+
+
+def medium_of(value: Any, named: str | None = None) -> Medium | None:
+    """What a value of a row seems to be; a list by its first item. named: what its name means, which arrays and bytes need."""
+    if isinstance(value, str):
+        return medium_of(_from_json(value), named) if value[:1] in ("[", "{") else _of_text(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _of_bytes(bytes(value[:16])) or (Medium(named, True) if named else None)
+    if isinstance(value, Mapping):
+        return _of_mapping(value)
+    if isinstance(value, list | tuple):
+        first = next((item for item in value if item is not None), None)
+        if isinstance(first, list | tuple) and named is not None and _is_number(next(iter(first), None)):
+            return Medium(named, False)
+        return None if first is None or _is_number(first) else medium_of(first, named)
+    if type(value).__module__.startswith("PIL."):
+        return Medium("image", True)
+    return Medium(named, False) if named and getattr(value, "ndim", 0) > 1 else None
+
+
+def image_fields(fields: Mapping[str, Any]) -> list[str]:
+    """The names of fields that look like images or paths of images."""
+    found = {name: medium_of(value, kind_of_name(name)) for name, value in fields.items()}
+    return [name for name, medium in found.items() if medium is not None and medium.kind == "image"]
+
+
+def _from_json(text: str) -> Any:
+    """A list or a mapping, as a table of CSV has it; None for other texts."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text) if len(text) < _MOST_JSON else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _of_text(text: str) -> Medium | None:
+    if kind := next((kind for kind in _WORDS if text[:20].lower().startswith(f"data:{kind}/")), None):
+        return Medium(kind, True)
+    kind = next((kind for beginning, kind in _IN_BASE64 if len(text) > 60 and text.startswith(beginning)), None)
+    if kind is not None and re.match(r"[A-Za-z0-9+/=_-]+\Z", text[:200].strip()):
+        return Medium(kind, True)
+    path = _FILE.fullmatch(text.strip()) if len(text) < 2048 else None
+    found = (
+        Medium(kind, False) for kind, suffix in _SUFFIXES.items() if path and re.fullmatch(suffix, path[1].lower())
+    )
+    return next(found, None)
+
+
+def _of_bytes(beginning: bytes) -> Medium | None:
+    if beginning[:4] == b"RIFF":
+        return Medium(
+            "image" if beginning[8:12] == b"WEBP" else "video" if beginning[8:12] == b"AVI " else "audio", True
+        )
+    if beginning[4:8] == b"ftyp":
+        return Medium("video", True)
+    return next((Medium(kind, True) for start, kind in _BEGINNINGS if beginning.startswith(start)), None)
+
+
+def _of_mapping(value: Mapping[str, Any]) -> Medium | None:
+    """`{"bytes", "path"}` and `{"array", "sampling_rate"}` of `datasets`, and a mapping with a path or URL."""
+    if "sampling_rate" in value:
+        return Medium("audio", True)
+    of_path = next((found for key in ("path", "url") if (found := medium_of(value.get(key)))), None)
+    if value.get("bytes") is not None:
+        of_bytes = medium_of(value["bytes"])
+        return of_bytes or (of_path and of_path._replace(is_content=True))
+    return of_path

@@ -1,0 +1,102 @@
+"""The forms in which rows, prompts and requests have an image: a path, a URL, base64 text, encoded bytes, or an object with one of these.
+
+A text is a path or base64 by its content: base64 whose beginning is that of an image file is base64, whatever its length.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
+KEYS = ("bytes", "base64", "data", "url", "path", "image", "image_url", "source")
+"""Keys of an object that may have its image. `data` is that of Anthropic's `source`, and `bytes` that of `datasets`."""
+_ENCODED = ("bytes", "base64", "data")  # a text there is base64
+_START_CHARACTERS = 64
+_BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)  # its possible lengths
+_FROM_URL_SAFE = str.maketrans("-_", "+/")
+
+
+def image_in(value: Any) -> Any:
+    """The path, URL, encoded bytes or other value of an image that is an object of one of `KEYS`; any other value unchanged.
+
+    Encoded images that are texts become bytes. Raises ValueError for an object without an image, and for invalid base64.
+    """
+    key, value = _unwrapped(value)
+    if key in _ENCODED and not isinstance(value, str | bytes | bytearray | memoryview):
+        raise ValueError(f"an image is not valid base64: its `{key}` is {short(value)}.")
+    if not isinstance(value, str):
+        return value
+    if is_data_url(value):
+        return _from_data_url(value)
+    return from_base64(value) if key in _ENCODED or is_base64(value) else value
+
+
+def as_url(value: Any) -> str:
+    """The data URL of an image in a request, or another URL or path unchanged. Raises ValueError if it is none of these."""
+    key, value = _unwrapped(value)
+    if not isinstance(value, str):
+        raise ValueError(f"an image is {short(value)}; expected a text.")
+    if not is_data_url(value) and (key in _ENCODED or is_base64(value)):
+        return f"data:;base64,{value}"
+    return value
+
+
+def _unwrapped(value: Any) -> tuple[str | None, Any]:
+    """The value of an image inside of objects, and its key."""
+    key = None
+    while isinstance(value, Mapping):
+        found = next((name for name in KEYS if value.get(name) is not None), None)
+        if found is None:
+            keys = short(list(value))
+            raise ValueError(f"an image is an object of {keys}; expected bytes, base64, url, path or image.")
+        key, value = found, value[found]
+    return key, value
+
+
+def is_data_url(text: str) -> bool:
+    return text[:5].lower() == "data:"
+
+
+def is_base64(text: str) -> bool:
+    """Whether a text is an image file in base64, by its first characters."""
+    start = re.sub(r"\s", "", text[: 2 * _START_CHARACTERS])[:_START_CHARACTERS]
+    try:
+        return is_image(base64.b64decode(start[: len(start) & -4].translate(_FROM_URL_SAFE), validate=True))
+    except binascii.Error:
+        return False
+
+
+def is_image(start: bytes) -> bool:
+    """Whether a file that begins so is an image of a common format, which may not be read."""
+    if start.startswith(b"BM"):
+        return int.from_bytes(start[14:18], "little") in _BMP_HEADERS
+    if start.startswith(b"RIFF"):
+        return start[8:12] == b"WEBP"
+    if start[4:8] == b"ftyp":  # AVIF, HEIC
+        return True
+    return start.startswith((b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"))
+
+
+def from_base64(text: str) -> bytes:
+    """Decode base64, also in lines and in the alphabet of URLs."""
+    try:
+        if len(text) > MAX_BYTES * 4 // 3 + 4:
+            raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
+        return base64.b64decode("".join(text.split()).translate(_FROM_URL_SAFE), validate=True)
+    except ValueError as error:
+        raise ValueError(f"an image is not valid base64: {error}.") from None
+
+
+def _from_data_url(url: str) -> bytes:
+    kind, comma, content = url.partition(",")
+    if not comma or not kind.lower().endswith(";base64"):
+        raise ValueError(f"an image is the data URL {short(url)}; expected data:image/png;base64,...")
+    return from_base64(content)
+
+
+def short(value: Any) -> str:
+    """A value for an error message."""
+    text = str(value) if isinstance(value, Exception) else repr(value)
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"

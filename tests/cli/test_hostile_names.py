@@ -1,0 +1,140 @@
+"""Names that others chose (paths, presets, rows, template texts) stay text in every file and line that lean_ft writes for a program."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lean_ft.hub.upload import model_card
+from lean_ft.settings.text import load_config
+from lean_ft.system import catalog
+from lean_ft.training.curves import draw_curves
+
+CONTROL = ["a\nb", "a\rb", "a\tb", "a\x1b[2Jb", "a\x00b", "a\x85b", "a\u2028b", "a\u202eb"]
+SHELL = [
+    "$(touch pwned)",
+    "`touch pwned`",
+    "'; touch pwned #",
+    '"; touch pwned #',
+    "a && touch pwned",
+    "EOF",
+    "{{ 7*7 }}",
+]
+PROGRAM = ['x"""\nimport os', "x'''", "---", "JOB", "x: [", *SHELL]
+ONLINE = ("grpo", ["model.path=tiny", "data.source=x", "rewards=[length]"])
+TUNED = ("finetune", ["model.path=tiny", "data.source=x"])
+PLACES = [
+    *[(*TUNED, key) for key in ("output_dir", "resume", "model.path", "data.source", "data.validation_source")],
+    *[(*TUNED, key) for key in ("data.chat_template", "data.cache_dir", "log.name", "log.project", "eval_tasks")],
+    *[(*TUNED, key) for key in ("data.subset", "data.split", "data.format")],
+    *[(*ONLINE, key) for key in ("rewards", "environment", "tools.functions", "generation.engine_url")],
+    ("ppo", ONLINE[1], "value.path"),
+    ("distill", TUNED[1], "distill.teacher"),
+    ("distill", TUNED[1], "distill.cached"),
+    *[("generate", ["prompt=x"], key) for key in ("model.path", "adapter", "image", "output", "prompts_file")],
+    ("evaluate", ["model.path=tiny"], "tasks"),
+    ("quantize", ["model.path=tiny", "kind=int8", "output=x"], "output"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "settings", "key"), PLACES, ids=[f"{one[0]}-{one[2]}" for one in PLACES])
+def test_no_path_or_name_has_control_characters(recipe: str, settings: list[str], key: str) -> None:
+    config = catalog.load_recipe(catalog.find_recipe(recipe)).Config
+    for name in CONTROL:
+        end = ".py:f" if key in ("data.format", "environment", "tools.functions") else ""
+        with pytest.raises(ValueError, match="control characters, found") as raised:
+            load_config(config, None, [*settings, f"{key}={json.dumps(name + end)}"])
+        assert name not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["modal", "hf-jobs", "skypilot"])
+@pytest.mark.parametrize("place", ["output_dir", "--output", "--image", "--source"])
+def test_a_job_file_has_no_foreign_text(leanft, tmp_path, monkeypatch, kind: str, place: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    for number, name in enumerate(PROGRAM):
+        preset = {"recipe": "finetune", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
+        words = {
+            "--output": "job",
+            "--image": "org/image:tag",
+            "--source": "git+https://example.org/x@abc",
+            place: name,
+        }
+        preset["output_dir"] = words.pop("output_dir", "mine")
+        Path("preset.yaml").write_text(yaml.safe_dump(preset))
+        volume = "me/runs" if kind == "hf-jobs" else "runs"
+        options = [word for option in words.items() for word in option]
+        answer = leanft("launch-file", kind, "--config", "preset.yaml", "--volume", volume, *options)
+        if re.fullmatch(r"[\w.-]+", name):
+            assert answer.code == 0, (name, answer.err)
+            for written in [path for path in Path().iterdir() if path.name not in ("preset.yaml", "rows.jsonl")]:
+                assert kind != "modal" or compile(written.read_text(), "job", "exec")
+                written.unlink()
+        else:
+            assert answer.code == 2 and place in answer.err, (number, name, answer.err)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["preset.yaml", "rows.jsonl"], name
+
+
+def test_a_slurm_script_passes_words_as_they_are(leanft, tmp_path, monkeypatch) -> None:
+    recorder = f"#!{sys.executable}\nimport json, sys\nopen('calls', 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(recorder)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    for name in SHELL:
+        words = ["finetune", "model.path=tiny", "data.source=x", f"log.name={name}", f"output_dir={name}"]
+        Path("job").write_text(leanft.ok("slurm", *words).out)
+        assert subprocess.run(["bash", "job"], timeout=20).returncode == 0
+        assert json.loads(Path("calls").read_text().splitlines()[-1])[-6:-1] == words
+    assert not Path("pwned").exists()
+    for option in ("--partition", "--account", "--time"):
+        for value in ("a\ntouch pwned", "a b", "$(x)"):
+            assert option in leanft.refused("slurm", "finetune", "model.path=tiny", "data.source=x", option, value)
+
+
+@pytest.mark.parametrize("name", ["a b", "a$(touch pwned)", "it's"])
+def test_printed_commands_are_quoted(leanft, tmp_path, monkeypatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(f"{name}.yaml").write_text("base_model: tiny\n")
+    converts = leanft.refused("run", f"{name}.yaml")
+    assert shlex.split(re.search("(leanft convert-config .*?) -o", converts)[1])[2:] == [f"{name}.yaml"]
+    Path(f"{name}.yaml").write_text("recipe: grpo\ntools: [calculator]\n")
+    names = leanft.refused("run", "finetune", "--config", f"{name}.yaml", "model.path=tiny", "data.source=x")
+    assert shlex.split(re.search("`(leanft run .*?)`\\.", names)[1])[2:] == ["grpo", "--config", f"{name}.yaml"]
+
+
+def test_a_model_card_shows_foreign_text(tmp_path: Path) -> None:
+    run = tmp_path / "step_*x*"
+    (run / "step_00000001").mkdir(parents=True)
+    system = "Be nice.\n```\n<script>alert(1)</script>\n# Not a heading\n````"
+    start = {"recipe": "fine`tune", "device": "cpu\n---\nlicense: mit", "settings": {"model.path": "a`b``c"}}
+    start["settings"] |= {"data.system": system, "data.source": "`x` | [y](z)\n# Not a heading"}
+    (run / "run.json").write_text(json.dumps({"starts": [start]}))
+    row = {"step": 1, "tokens": 3, "peak_memory_bytes": 1, "loss": 1.0, "eval_a|b<img src=x>\n# Not a heading": 2.0}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (run / "step_00000001" / "config.json").write_text("{}")
+    card = model_card(run / "step_00000001", run, "me/mine", has_picture=False, license="mit\nbase_model: evil")
+    _, head, body = card.split("---\n", 2)
+    assert yaml.safe_load(head)["license"] == "mit\nbase_model: evil" and "base_model" not in yaml.safe_load(head)
+    before, rest = body.split("`````yaml\n")
+    inside, after = rest.split("\n`````\n", 1)
+    assert yaml.safe_load(inside)["data.system"] == system
+    for text in (before, after):
+        assert "# Not" not in re.sub(r"`[^\n]*`|\\#", "", text) and not re.search(r"(?<!\\)<", text)
+        assert "\n---" not in text
+    assert "```a`b``c```" not in card and "``` a`b``c ```" in card and "`` fine`tune ``" in card
+
+
+def test_dollar_signs_in_names_are_drawn(tmp_path: Path) -> None:
+    run = tmp_path / r"a$\frac$b"
+    run.mkdir()
+    rows = [{"step": step, "loss": 1.0 / step, r"rewards/$\x$": 1.0 * step, r"$\y$": 1.0} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw_curves([run], tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
