@@ -19,6 +19,7 @@ import gzip
 import importlib
 import io
 import json
+import math
 import mmap
 import os
 import random
@@ -60,7 +61,7 @@ from lean_ft.hub.upload import _results
 from lean_ft.images.pixels import Upright
 from lean_ft.images.reading import Size, check, decoded, open_image, read_patches, reference, size_of
 from lean_ft.images.rules import image_rules
-from lean_ft.models import load_model, save_model
+from lean_ft.models import empty_model, load_model, save_model
 from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.online.episodes import FILE, RecordedResults
 from lean_ft.optim.loss_scaler import LossScaler
@@ -91,6 +92,7 @@ from lean_ft.training.curves import read_curves
 from lean_ft.training.metrics import trim_metrics
 from lean_ft.training.records import settings_of
 
+EMBEDDED_IMAGES = ROOT / "lean_ft" / "assets" / "tiny-images" / "model"
 CASE_CPU_SECONDS = 10.0
 CASE_MEMORY_BYTES = 2**31
 WORKER_SILENCE_SECONDS = 120.0  # wall time: the machine may be busy
@@ -306,12 +308,34 @@ def break_yaml(content: bytes, chance: random.Random) -> bytes:
         return b"[" * 5000
 
 
+_ALIKE = (("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL"), ("BF16", "F16", "I16"), ("F32", "I32"), ("F64", "I64"))
+
+
+def read_otherwise(entry: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """A tensor's entry whose bytes are the same, in another shape or dtype of the same size."""
+    shape = list(entry["shape"])
+    if chance.random() < 0.4 or not shape:
+        alike = next((names for names in _ALIKE if entry["dtype"] in names), (entry["dtype"],))
+        return {**entry, "dtype": chance.choice(alike)}
+    shapes = [shape[::-1], [math.prod(shape)], [1, *shape], [*shape, 1], [shape[0] * 2, *shape[1:]], shape[1:] or [1]]
+    if shape[-1] % 2 == 0:
+        shapes += [[2 * shape[0], *shape[1:-1], shape[-1] // 2], [*shape[:-1], 2, shape[-1] // 2]]
+    return {**entry, "shape": chance.choice(shapes)}
+
+
 def break_safetensors(content: bytes, chance: random.Random) -> bytes:
-    """Break the header's values, its bytes, its length, or the whole file."""
+    """Break the header's values, its bytes, its length, or the whole file, or read a tensor's bytes otherwise."""
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length], content[8 + length :]
     act = chance.random()
-    if act < 0.6:
+    if act < 0.25:
+        entries = json.loads(header)
+        for _ in range(chance.choice((1, 1, 2))):
+            name = chance.choice([name for name in entries if name != "__metadata__"])
+            entries[name] = read_otherwise(entries[name], chance)
+        header = as_json(entries)
+        length = len(header)
+    elif act < 0.6:
         header = break_json(header, chance)
         length = len(header)
     elif act < 0.7:
@@ -666,6 +690,8 @@ def _images(folder: Path) -> dict[str, Target]:
             rows * columns for rows, columns in rules.layout(Size(*small.size)).grids
         )
 
+    whole = Path(shutil.copytree(EMBEDDED_IMAGES, folder / "whole")) / "config.json"
+
     def read_settings() -> None:
         errors = []
         for name in families:
@@ -692,6 +718,8 @@ def _images(folder: Path) -> dict[str, Target]:
         "images by memory": Target(2, grown, growing_images(), break_grown, read_grown, most=(2.0, 200 * 2**20)),
         "preprocessor_config.json": Target(6, settings, [as_json(one) for one in families.values()], break_json, read_settings),
         "config.json of images": Target(4, config, [as_json(one) for one in configs], break_json, lambda: prepare(config.parent)),
+        "config.json with a vision tower": Target(4, whole, [whole.read_bytes()], break_json,
+                                                  lambda: empty_model(whole.parent, torch.float32, images=True)),
     }  # fmt: skip
 
 

@@ -13,7 +13,6 @@ The folder is written under a temporary name and renamed when it is complete (`l
 Shapes: N targets of all documents, k stored tokens, M documents.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
@@ -31,7 +30,9 @@ from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.own_families import check_own_families
 from lean_ft.settings import DataConfig, KeepTeacherConfig
 from lean_ft.system.cache import ABOUT, read_entry, write_entry
+from lean_ft.system.config_fields import MAX_COUNT
 from lean_ft.system.log import say
+from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.training.progress import shown
 
@@ -135,9 +136,7 @@ class TeacherCache:
                 f"distill.cached={folder} is damaged: a file is missing or too short. Run leanft score again."
             )
         arrays, _ = entry
-        self._log_probs = arrays["log_probs"].reshape(-1, self.about["num_columns"])  # (N, k + 1)
-        self._ids = arrays["ids"].reshape(-1, self.about["top_k"])  # (N, k)
-        kept, counts = arrays["digests"], arrays["num_targets"]
+        self._log_probs, self._ids, kept, counts = _arrays(folder, arrays, self.about)
         order = np.argsort(kept, kind="stable")
         digests = np.concatenate([part.digests() for part in columns])
         place = order[np.minimum(np.searchsorted(kept[order], digests), len(order) - 1)]
@@ -161,18 +160,36 @@ class TeacherCache:
             np.concatenate([values[span] for span in spans or [empty]]) for values in (self._log_probs, self._ids)
         )
         assert len(log_probs) == batch.num_targets
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.about["vocab_size"]:
+            raise ValueError(
+                "distill.cached is damaged: it has ids outside the teacher's vocabulary. Run leanft score again."
+            )
         return log_probs, ids
+
+
+def _arrays(folder: Path, arrays: dict[str, Any], about: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    """Log-probabilities (N, k + 1), ids (N, k), digests (M,) and numbers of targets (M,). Raise ValueError unless they fit."""
+    names = ("log_probs", "ids", "digests", "num_targets")
+    log_probs, ids, digests, counts = (arrays.get(name, np.empty(0)) for name in names)
+    num_targets = int(counts.sum()) if counts.dtype.kind in "iu" and (counts >= 0).all() else -1
+    is_whole = len(digests) == len(counts) > 0 and (log_probs.dtype, ids.dtype) == (np.float32, np.int32)
+    sizes = num_targets * about["num_columns"], num_targets * about["top_k"]
+    if not is_whole or (log_probs.size, ids.size) != sizes:
+        raise ValueError(
+            f"distill.cached={folder} is damaged: its arrays do not fit one another. Run leanft score again."
+        )
+    return log_probs.reshape(-1, about["num_columns"]), ids.reshape(-1, about["top_k"]), digests, counts
 
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the metadata of a folder written by `keep_teacher`. Raise ValueError for any other folder."""
-    file = folder / ABOUT
-    try:
-        about = json.loads(file.read_bytes())
-        if {"top_k", "num_columns", "vocab_size", "temperature", "model", "data"} <= about.keys():
-            return about
-    except (OSError, ValueError, AttributeError):
-        pass
+    about = read_json(folder / ABOUT)
+    counts = [about.get(name) for name in ("top_k", "num_columns", "vocab_size")]
+    texts = [about.get("model"), *(tokens if isinstance(tokens := about.get("tokens", []), list) else [None])]
+    are_right = all(type(count) is int and 0 < count <= MAX_COUNT for count in counts)
+    are_right = are_right and type(about.get("temperature")) in (int, float) and isinstance(about.get("data"), dict)
+    if are_right and all(isinstance(text, str) for text in texts):
+        return about
     raise ValueError(
         f"distill.cached={folder} is not a folder of a teacher's predictions. Write one: leanft score MODEL FILE {quote(str(folder))} "
         "--top-k 64"

@@ -286,7 +286,7 @@ def _has_weights(folder: Path) -> bool:
     try:
         files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
         return all((folder / file).is_file() for file in files)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
 
 

@@ -16,9 +16,7 @@ from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Fam
 from lean_ft.models.own_families import naming_row, remedy
 from lean_ft.models.rope_settings import head_dim_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
-from lean_ft.system.config_fields import ConfigFields, listed
-
-MAX_LAYERS = 1024
+from lean_ft.system.config_fields import MAX_LAYERS, ConfigFields, listed
 
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,

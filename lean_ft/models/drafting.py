@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.stored_weights import stored_tensors
+from lean_ft.system.config_fields import MAX_LAYERS
 
 if TYPE_CHECKING:
     from lean_ft.models.source import Source
 
 # Fields of config.json with the number of these layers. transformers takes 1 for some that are absent.
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-_MOST = 1024
 _NAME = re.compile(r"(?:^|\.)mtp[._]")
 _OF_VOCABULARY = ("embed_tokens.weight", "head.weight")  # ends the names of tensors with a row per token
 
@@ -25,7 +25,7 @@ _OF_VOCABULARY = ("embed_tokens.weight", "head.weight")  # ends the names of ten
 def num_drafting_layers(config: Mapping[str, Any]) -> int:
     """The number of drafting layers that a language model's config.json promises."""
     number = next((found for name in _COUNTS if (found := config.get(name))), 0)
-    return number if isinstance(number, int) and 0 <= number < _MOST else 0
+    return number if isinstance(number, int) and 0 <= number < MAX_LAYERS else 0
 
 
 def is_drafting(name: str, config: Mapping[str, Any]) -> bool:

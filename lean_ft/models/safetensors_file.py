@@ -133,7 +133,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         spans = [(name, entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in entries]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
+        expected = "expected JSON with the dtype, shape and data_offsets of each tensor"
+        raise ValueError(f"{file} is damaged: its safetensors header cannot be read; {expected}.") from error
     if len(spans) > MAX_TENSORS or max(map(len, header), default=0) > MAX_NAME_CHARACTERS:
         most = f"{MAX_TENSORS:,} tensors, with names of {MAX_NAME_CHARACTERS:,} characters"
         raise ValueError(f"{file} is damaged: expected at most {most}.")

@@ -147,7 +147,7 @@ def read_entry(folder: Path, key: str) -> Entry | None:
     try:
         about = json.loads((path / ABOUT).read_bytes())
         arrays = {name: _mapped(path / Path(name).name, **shape) for name, shape in about["arrays"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None  # missing, damaged or being deleted: made again
     with contextlib.suppress(OSError):  # owned by another user
         os.utime(path / ABOUT)  # time of last use

@@ -7,6 +7,7 @@ from typing import Any
 from lean_ft.system.whole_files import read_json
 
 MAX_COUNT = 2**24  # larger counts in config.json are damage, and would be computed for hours
+MAX_LAYERS = 1024  # each is a module
 MAX_NUMBER = 1e30  # leaves room for products; an integer of config.json may not fit a float
 
 

@@ -331,4 +331,5 @@ def from_checkpoint(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError, *kinds) as error:
-        raise ValueError(f"{folder / STATE_FOLDER} cannot be used ({error!r}): the checkpoint is damaged.") from None
+        found = "a value is missing, or has another type or size than the run writes"
+        raise ValueError(f"{folder / STATE_FOLDER} cannot be used: {found}. The checkpoint is damaged.") from error

@@ -1,5 +1,6 @@
 """Build a `Tokenizer` from a model folder: the tokenizer file, special tokens, chat templates and context length."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,8 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None, images: bool =
         return tokenizer
     except (AttributeError, KeyError, TypeError, UnicodeEncodeError) as error:  # a value of the wrong type
         raise ValueError(
-            f"{folder}: tokenizer_config.json or a file next to it is malformed: {type(error).__name__}: {error}. Get the files "
-            "from the model's author again."
+            f"{folder}: tokenizer_config.json or a file next to it is malformed: a value is missing, or has another type than "
+            "transformers writes. Get the files from the model's author again."
         ) from error
 
 
@@ -189,15 +190,22 @@ def _flag_or_null(config: dict[str, Any], name: str, folder: Path) -> bool | Non
     return value
 
 
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _content(token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise ValueError(f"tokenizer_config.json or a file next to it names the token {token!r:.100}; expected a text.")
+    return content
 
 
 def _added_tokens(
     config: dict[str, Any], legacy_added: dict[str, int], named: dict[str, str]
 ) -> list[tuple[int | None, AddedToken]]:
     """Return every token that the configs name, with its id or None: declared tokens in order of id, then the others."""
-    declared = {int(key): _token(value) for key, value in config.get("added_tokens_decoder", {}).items()}
+    declared = dict[int, AddedToken]()
+    for key, value in config.get("added_tokens_decoder", {}).items():
+        if not re.fullmatch(r"\d{1,9}", key, re.ASCII):
+            raise ValueError(f"tokenizer_config.json: added_tokens_decoder has the id {key!r:.100}; expected a number.")
+        declared[int(key)] = _token(value)
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     extra = extra.values() if isinstance(extra, dict) else extra
     special = [*named.values(), *map(_content, extra)]

@@ -48,9 +48,11 @@ class TokenizerJson:
             _keep_whole_offsets(spec.get("post_processor"))
             self._tokenizer = HFTokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the library raises plain Exceptions
+            of_python = isinstance(error, AttributeError | KeyError | IndexError | TypeError)
+            reason = "a value is missing, or has another type than the library writes" if of_python else error
             raise ValueError(
-                f"{path}: not a tokenizer.json that the installed `tokenizers` library can read: {error}"
-            ) from None
+                f"{path}: not a tokenizer.json that the installed `tokenizers` library can read: {reason}"
+            ) from error
         # A file that was saved with padding or truncation would silently pad or truncate training rows.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()

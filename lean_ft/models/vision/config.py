@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from lean_ft.system.config_fields import ConfigFields, listed
+from lean_ft.system.config_fields import MAX_LAYERS, ConfigFields, listed
 
 if TYPE_CHECKING:
     from lean_ft.models.config import DecoderConfig
@@ -110,7 +110,11 @@ def _layers(
     """The facts that most towers have, by the fields' names."""
     sizes = {size: vision.count(size) for size in ("hidden_size", "intermediate_size", "patch_size")}
     activation = _ACTIVATIONS[vision.one_of(act, list(_ACTIVATIONS))]
-    return sizes | {"num_layers": vision.count(count), "num_heads": vision.count(heads), "activation": activation}
+    return sizes | {
+        "num_layers": vision.count(count, most=MAX_LAYERS),
+        "num_heads": vision.count(heads),
+        "activation": activation,
+    }
 
 
 def _theta(vision: ConfigFields) -> float:

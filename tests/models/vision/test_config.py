@@ -56,6 +56,11 @@ def test_the_text_of_qwen3_vl_moe_has_the_values_of_transformers():
     [
         ("mistral3", {"vision_feature_layer": -2}, "vision_feature_layer is -2; expected -1"),
         ("qwen3_vl", {"model_type": "llava"}, "model_type is 'llava'"),
+        (
+            "gemma3",
+            {"vision_config": {"num_hidden_layers": 2**20}},
+            "num_hidden_layers is 1048576; expected at most 1,024",
+        ),
         ("gemma3", {"vision_config": None}, "vision_config is None; expected an object"),
         ("qwen3_vl", {"text_config": {"rope_parameters": {"rope_theta": 1e4}}}, "text_config lacks mrope_section"),
         (
