@@ -18,6 +18,7 @@ from typing import Any
 
 from lean_ft.generation import CallingTurn, converse, image_part, open_model
 from lean_ft.settings import AskConfig, ToolsConfig
+from lean_ft.system.log import show
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Tools
 
@@ -74,7 +75,7 @@ def main(cfg: Config) -> None:
                 images = []
                 with suppress(KeyboardInterrupt):
                     for text in converse(model, tokenizer, messages, tools, cfg.tools.calls, **cfg.sampling):
-                        print(text, end="", flush=True)
+                        show(text, end="")
                 print(flush=True)
 
 
@@ -99,7 +100,7 @@ def _image(name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     try:
         part, num_tokens = image_part(name, tokenizer)
     except ValueError as error:
-        print(error)
+        show(str(error))
         return []
     print(f"{name}: {num_tokens:,} tokens, shown with the next message.")
     return [part]

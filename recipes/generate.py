@@ -19,7 +19,7 @@ from rich.progress import track
 from lean_ft.data.images import as_text
 from lean_ft.generation import answers, open_model, read_prompts, shows_images, stream
 from lean_ft.settings import AskConfig, FilePath, Name
-from lean_ft.system.log import console
+from lean_ft.system.log import console, show
 
 
 class Config(AskConfig):
@@ -62,7 +62,7 @@ def main(cfg: Config) -> list[str]:
         parts = list[str]()
         for text in stream(model, tokenizer, row, **sampling):
             parts.append(text)
-            print(text, end="", flush=True)
+            show(text, end="")
         print()
         return ["".join(parts)]
     with cfg.output.open("x", encoding="utf-8") if cfg.output else nullcontext() as output:
@@ -71,10 +71,10 @@ def main(cfg: Config) -> list[str]:
         generated = list[str]()
         for row, text in zip(rows, shown, strict=True):
             generated.append(text)
-            line = f"> {last_question(row)}\n{text}"
-            if output is not None:
-                line = json.dumps({**row, "generated_text": text}, ensure_ascii=False)
-            print(line, file=output, flush=True)
+            if output is None:
+                show(f"> {last_question(row)}\n{text}")
+            else:
+                print(json.dumps({**row, "generated_text": text}, ensure_ascii=False), file=output, flush=True)
     return generated
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from lean_ft.cli.arguments import Debug, RecipeOrPreset
 from lean_ft.settings.describing import COMMON, commented_yaml, config_schema, describe, one_line_each
 from lean_ft.system import catalog
+from lean_ft.system.log import show
 
 
 def cat(
@@ -33,7 +34,7 @@ def cat(
         if schema or only:
             extra = "--schema" if schema else (only or [""])[0]
             raise ValueError(f"{extra} needs a recipe, and '{name}' is a preset. Remove {extra}.")
-        typer.echo(file.read_text(encoding="utf-8"), nl=False)
+        show(file.read_text(encoding="utf-8"), end="")
         return
     config_class = catalog.load_recipe(file).Config
     if schema:

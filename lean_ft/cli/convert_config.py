@@ -11,6 +11,7 @@ from lean_ft.cli.arguments import Debug, run_command
 from lean_ft.settings.from_other_tools import convert_config as convert
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
+from lean_ft.system.log import show
 from lean_ft.system.whole_files import write_whole
 
 
@@ -43,7 +44,7 @@ def convert_config(
     for remark in preset.remarks:
         typer.echo(remark, err=True)
     if output is None:
-        typer.echo(text, nl=False)
+        show(text, end="")
         return
     with write_whole(output) as part:
         part.write_text(text, encoding="utf-8")

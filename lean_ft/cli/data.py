@@ -28,6 +28,7 @@ from lean_ft.settings import (
     RowsConfig,
 )
 from lean_ft.system import catalog
+from lean_ft.system.redaction import escaped
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import gibibytes
 
@@ -113,7 +114,7 @@ def stats(
         raise ValueError("--peak predicts steps on rows of a length, and this recipe samples its rows. Remove it.")
     found = statistics.gather_statistics(cfg.data, tokenizer)
     console = stdout()
-    console.print(Text(f"{found.report}\n"))
+    console.print(Text(escaped(f"{found.report}\n")))
     _print_histogram(console, statistics.histogram(found.lengths))
     shares = [0.05, 0.5, 0.95, 0.99, 1.0]
     lengths = statistics.quantiles(found.lengths, shares)
@@ -127,7 +128,7 @@ def stats(
         console.print(Text(f"{too_long:,} longer than max_prompt_length={cfg.data.max_length}, which a run drops"))
         return
     for remark in objective_of(cfg.data).remarks(found.lengths, found.num_targets):
-        console.print(Text(f"{remark}\n"))
+        console.print(Text(escaped(f"{remark}\n")))
     candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
     rows = [
         statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed, sides=len(cfg.data.sides))
@@ -186,14 +187,14 @@ def preview(
         _print_row(console, number, row, packed=len(row.documents) > 1 or row.padding is not None)
     more = len(found.notes) - NOTES_SHOWN
     for note in [*found.notes[:NOTES_SHOWN], *([f"... and {more:,} more, cut or left out"] if more > 0 else [])]:
-        console.print(Text(note, style="yellow"))
-    console.print(Text(f"from {found.report}"))
+        console.print(Text(escaped(note), style="yellow"))
+    console.print(Text(escaped(f"from {found.report}")))
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
         picture = r'<img alt="" src="data:image/jpeg;base64,\1">'
         written = re.sub(f"{THUMBNAIL}([A-Za-z0-9+/=]+){THUMBNAIL}", picture, page.export_html(code_format=PAGE))
         html.write_text(written, encoding="utf-8")
-        stdout().print(Text(f"wrote {html}: {len(found.rows)} rows from {found.report}"))
+        stdout().print(Text(escaped(f"wrote {html}: {len(found.rows)} rows from {found.report}")))
 
 
 def _remark(length: int, set_length: int, context_length: int | None) -> str:
@@ -311,7 +312,7 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
     from lean_ft.data.preview import visible
 
     for document in row.documents:
-        console.print(Text(f"── row {number}: {document.heading}", style="bold"))
+        console.print(Text(escaped(f"── row {number}: {document.heading}"), style="bold"))
         text = Text()
         for trained, stretches in groupby(document.stretches, key=lambda stretch: stretch.trained):
             # Without colors, brackets mark the trained tokens.

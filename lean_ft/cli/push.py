@@ -8,6 +8,7 @@ import typer
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import print_table
 from lean_ft.hub.paths import repository_name
+from lean_ft.system.log import show
 from lean_ft.system.units import gibibytes
 
 
@@ -57,7 +58,7 @@ def push(
     typer.echo(f"to    {repo}, created as a {access} repository if it does not exist. One commit adds or replaces:\n")
     total = (f"{len(sizes)} files", gibibytes(sum(sizes.values())))
     print_table(("", ">"), [*((path, gibibytes(size)) for path, size in sizes.items()), total])
-    typer.echo(f"\n{CARD}:\n\n{files[CARD].decode()}")
+    show(f"\n{CARD}:\n\n{files[CARD].decode()}")
     for remark in remarks:
         typer.echo(f"note: {remark}")
     typer.echo("dry run: nothing was uploaded.")

@@ -63,6 +63,7 @@ def score(
     """
     from lean_ft.frozen.scoring import open_reward_model, score_lines
     from lean_ft.settings.text import load_config
+    from lean_ft.system.log import show
     from lean_ft.system.whole_files import write_whole
 
     overrides = [argument for argument in arguments or [] if "=" in argument]
@@ -90,7 +91,7 @@ def score(
     lines = score_lines(*opened, data, per_token)
     if destination is None:
         for line in lines:
-            typer.echo(line)
+            show(line)
         return
     with write_whole(destination) as temporary, temporary.open("w", encoding="utf-8") as out:
         count = sum(1 for line in lines if out.write(line + "\n"))

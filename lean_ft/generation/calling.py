@@ -10,7 +10,7 @@ from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.texts import asked_of, before_stop, text_of
 from lean_ft.models import Decoder
 from lean_ft.system.log import slow_calls_reported
-from lean_ft.system.redaction import printable
+from lean_ft.system.redaction import on_one_line, redact
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tools import Call, Tools, ToolTurns
 
@@ -107,11 +107,12 @@ def converse(
         said["tool_calls"] = turn.tool_calls
         for call, sent, (result, _) in zip(turn.calls, turn.tool_calls, results, strict=True):
             arguments = ", ".join(f"{name}={value!r:.60}" for name, value in call.arguments.items())
-            _print_dimly(f"{printable(call.name):.60}({arguments}): {result!r:.200}")
+            _print_dimly(f"{redact(call.name):.60}({arguments}): {result!r:.200}")
             messages.append({"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": result})
 
 
 def _print_dimly(line: str) -> None:
+    line = on_one_line(line)
     print(f"\033[2m{line}\033[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 

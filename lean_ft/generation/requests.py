@@ -4,6 +4,7 @@ Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` an
 """
 
 import re
+from collections.abc import Collection
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -238,6 +239,9 @@ class ChatRequest(_Fields):
     tool_choice: Annotated[_ToolChoice, BeforeValidator(_as_choice)] = _ToolChoice(type="auto")
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    # Variables of the chat template by the names of OpenAI's and Qwen's APIs.
+    reasoning_effort: Annotated[str, Field(pattern=r"^\w{1,64}$")] | None = None
+    enable_thinking: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -281,6 +285,24 @@ class ChatRequest(_Fields):
         texts += [message.reasoning_content or "" for message in self.messages]
         texts += [call.function.arguments for message in self.messages for call in message.tool_calls or ()]
         return sum(map(len, texts)) + len(str(self.chat_template_kwargs or "")) + len(str(self.schemas))
+
+    def variables(self, known: Collection[str]) -> dict[str, Any]:
+        """The variables of the chat template, which mentions the words `known`. Raises Refused for a field that it does not
+        mention, or that contradicts chat_template_kwargs."""
+        given = dict(self.chat_template_kwargs or {})
+        for name in ("reasoning_effort", "enable_thinking"):
+            if (value := getattr(self, name)) is None:
+                continue
+            if name not in known:
+                reason = (
+                    f"{name} is a variable of chat templates that this model's template does not mention. Remove it."
+                )
+                raise Refused(400, reason, "unsupported_parameter", name)
+            if given.setdefault(name, value) != value:
+                raise Refused(
+                    400, f"{name} is {value!r}, and chat_template_kwargs sets {given[name]!r}. Remove one.", None, name
+                )
+        return given
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

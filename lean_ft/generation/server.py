@@ -234,7 +234,8 @@ class ChatServer:
             "seed": secrets.randbits(31) if asked.seed is None else asked.seed,
         }
         settings |= {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(asked, name)) is not None}
-        row = {"messages": asked.chat, "tools": asked.schemas, "chat_template_kwargs": asked.chat_template_kwargs}
+        variables = asked.variables(self.tokenizer.template_names)
+        row = {"messages": asked.chat, "tools": asked.schemas, "chat_template_kwargs": variables}
         part = "messages"
         try:
             if asked.has_calls and "tool_calls" not in self.tokenizer.template_names:
@@ -242,7 +243,7 @@ class ChatServer:
             with self._reads_images if asked.images else contextlib.nullcontext():  # which bounds the memory
                 asked.check_sizes_of_images()
                 how, (prompt,) = asked_of(self.model, self.tokenizer, [row], True, settings)
-            part, how_to_call = "tools", (asked.chat_template_kwargs, asked.forced, asked.parallel_tool_calls)
+            part, how_to_call = "tools", (variables, asked.forced, asked.parallel_tool_calls)
             turn = CallingTurn(self.tokenizer, asked.schemas, *how_to_call)
         except ValueError as error:  # also messages that the template refuses
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None

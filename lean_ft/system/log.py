@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lean_ft.system.redaction import printable
+from lean_ft.system.redaction import escaped, printable
 from lean_ft.system.whole_files import open_in_place
 
 
@@ -60,3 +60,9 @@ def slow_calls_reported(what: str) -> Iterator[list[float]]:
 def say(label: str, text: str) -> None:
     """Print a label and a text, above the progress bar if there is one."""
     console.print(printable(f"{label:<12}{text}"))
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Print text that a model or a file wrote. On a terminal, control characters are shown as escapes such as `\\x1b`, since the
+    terminal would obey them. A pipe or a file gets the text itself."""
+    print(escaped(text) if sys.stdout.isatty() else text, end=end, flush=True)

@@ -138,3 +138,41 @@ def test_dollar_signs_in_names_are_drawn(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw_curves([run], tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+ESCAPES = "a\x1b[2J\x1b]0;title\x07\r\x9b31mb\n\tc"
+SHOWN = "a\\x1b[2J\\x1b]0;title\\x07\\r\\x9b31mb\n\tc"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_gets_no_control_characters_of_an_answer(monkeypatch, capsys, is_terminal: bool) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    expected = SHOWN if is_terminal else ESCAPES
+    generate = catalog.load_recipe(catalog.find_recipe("generate"))
+    monkeypatch.setattr(generate, "stream", lambda *_, **__: iter([ESCAPES[:9], ESCAPES[9:]]))
+    given = ["model.path=tiny", "device=cpu", "prompt=x"]
+    assert generate.main(load_config(generate.Config, None, given)) == [ESCAPES]
+    assert capsys.readouterr().out == f"{expected}\n"
+    chat = catalog.load_recipe(catalog.find_recipe("chat"))
+    monkeypatch.setattr(chat, "converse", lambda *_, **__: iter([ESCAPES]))
+    monkeypatch.setattr(chat, "_lines", lambda _: iter(["hello"]))
+    chat.main(load_config(chat.Config, None, given[:2]))
+    assert f"{expected}\n" in capsys.readouterr().out
+
+
+def test_rows_and_names_of_fields_are_shown_without_control_characters(leanft, tmp_path) -> None:
+    rows = [{"prompt": ESCAPES, "completion": ESCAPES, f"id{ESCAPES}": "1"}, {"prompt": ESCAPES, "completion": 5}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = ["finetune", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl", "data.on_bad_row=skip"]
+    for verb in ("preview", "stats"):
+        answer = leanft.ok("data", verb, *run)
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", answer.out + answer.err), verb
+    answer = leanft(
+        "data",
+        "stats",
+        *run[:3],
+        "data.format=prompt_completion",
+        "data.on_bad_row=raise",
+        "data.columns.prompt=a\x1bb",
+    )
+    assert answer.code == 2 and "\x1b" not in answer.err

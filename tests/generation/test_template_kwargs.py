@@ -77,7 +77,45 @@ def test_a_request_wins(run: Path) -> None:
             assert done.usage.prompt_tokens == len(tokenizer.encode(text))
             counts.append(done.usage.prompt_tokens)
         assert counts[0] < counts[1]
+        with pytest.raises(
+            openai.BadRequestError, match="reasoning_effort is a variable of chat templates that this model's"
+        ):
+            client.chat.completions.create(model="mine", messages=CHAT, reasoning_effort="low")
         asked = {"model": "mine", "messages": CHAT, "extra_body": {"chat_template_kwargs": {"messages": []}}}
         with pytest.raises(openai.BadRequestError, match="chat_template_kwargs.messages"):
             client.chat.completions.create(**asked)
+        server.shutdown()
+
+
+def test_fields_that_are_variables_of_the_template(tmp_path: Path) -> None:
+    shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
+    write = "{{ 'Reasoning: ' ~ reasoning_effort }}{% if enable_thinking is false %}{{ '<think></think>' }}{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        TEMPLATE.replace("{{ '<|assistant|>' ~ effort ~ limits.most }}", write)
+    )
+    model, tokenizer = open_model(tmp_path / "model", device="cpu")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    with ChatServer(model, tokenizer, "mine", max_new_tokens=2) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        asked = {"model": "mine", "messages": CHAT, "temperature": 0}
+        for given, more in (
+            ({"reasoning_effort": "high"}, {}),
+            ({"reasoning_effort": "low"}, {"enable_thinking": False}),
+        ):
+            body = {"chat_template_kwargs": given} if more else {}
+            done = client.chat.completions.create(**asked, **given, extra_body={**more, **body})
+            text = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **given, **more)
+            assert done.usage.prompt_tokens == len(tokenizer.encode(text))
+        for bad, message in (
+            ({"reasoning_effort": "a b"}, "reasoning_effort is 'a b'"),
+            ({"reasoning_effort": "<|end|>"}, "reasoning_effort is"),
+            ({"enable_thinking": "no"}, "enable_thinking is 'no'"),
+            (
+                {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+                "reasoning_effort is 'low', and chat_template_kwargs sets 'high'",
+            ),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                client.chat.completions.create(**asked, extra_body=bad)
         server.shutdown()
