@@ -73,6 +73,7 @@ class ImageRules:
     text: Text
     shifts_positions: bool  # rotary positions have three axes, and text behind an image continues at a shifted position
     max_tokens: int | None
+    usual_limit: int | None = None  # `limit` before `limited`; None: they are equal
     window: int | None = None  # tokens that a layer with a window sees, where programs differ for longer images
     marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
 
@@ -85,8 +86,13 @@ class ImageRules:
 
     def limited(self, max_tokens: int | None) -> "ImageRules":
         """These rules with images scaled down to at most `max_tokens` tokens. Raises ValueError if images cannot have so few."""
-        limit = self.limit if max_tokens is None else limits.limit_of(self, max_tokens)
-        limited = replace(self, max_tokens=max_tokens, limit=limit)
+        usual = self.limit if self.usual_limit is None else self.usual_limit
+        rules = replace(self, max_tokens=None, limit=usual, usual_limit=usual)
+        limited = (
+            rules
+            if max_tokens is None
+            else replace(rules, max_tokens=max_tokens, limit=limits.limit_of(rules, max_tokens))
+        )
         limited.layout(Size(1, 1))
         return limited
 

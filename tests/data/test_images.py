@@ -268,7 +268,7 @@ REFUSED = [
     ({"messages": [ANSWER], "image": "wide.png"}, "has an image and no user message"),
     ({"messages": [asked(image(path="wide.png", max_pixels=1024)), ANSWER]}, "`max_pixels`, and all images .*data.image_tokens"),
     ({"messages": [asked(image(image={"path": "wide.png", "resized_height": 32})), ANSWER]}, "`resized_height`, and all images"),
-    ({"messages": [asked(image(path="wide.png", url="tall.png")), ANSWER]}, "has a content part with the images path and url. Keep"),
+    ({"messages": [asked(image(path="wide.png", url="tall.png")), ANSWER]}, "has a content part with the images url and path. Keep"),
     ({"messages": [asked(image(path="wide.png", text="cat")), ANSWER]}, "an image and a text. Write two parts"),
     ({"messages": [asked(image(index=1)), ANSWER], "images": ["wide.png"]}, "have the `index` 1. Give each empty part an index from 0"),
     ({"messages": [asked(image(index=0), image()), ANSWER], "images": ["wide.png"] * 2}, "have the `index` 0. Give"),

@@ -269,7 +269,7 @@ def ask(server: ChatServer, body: bytes) -> tuple[int, dict]:
         ('"tools": [{"type": "function", "function": {"name": "a b"}}]', "tool 1, function.name is 'a b'"),
         ('"tools": [{"type": "function", "name": "f"}]', "tool 1, function is missing"),
         ('"tools": [{"type": "custom", "custom": {}}]', "tool 1, type is 'custom': expected 'function'"),
-        (f'"tools": [{with_parameters("[" * 190 + "]" * 190)}]', "the chat template writes no tools"),
+        (f'"tools": [{with_parameters("[" * 190 + "]" * 190)}]', "nested too deeply: more than 100 containers"),
         (f'"tools": [{with_parameters("[" * 300 + "]" * 300)}]', "recursion limit exceeded"),
         (f'"tools": [{with_parameters(json.dumps("x" * 66_000))}]', "too many for the model's context"),
         (f'"tools": [{with_parameters("{}", "properties")}]', "the chat template writes no tools"),
