@@ -43,6 +43,7 @@ import torch
 import typer
 import yaml
 from growing_images import break_image, growing_images
+from odd_values import answers, break_answer, break_names, names_in_json
 from PIL import Image
 from results import RESULTS, ROOT, print_result, require_hardware, write_result
 from tiny_runs import CONFIG, recipe, write_inputs
@@ -63,7 +64,7 @@ from lean_ft.images.reading import Size, check, decoded, open_image, read_patche
 from lean_ft.images.rules import image_rules
 from lean_ft.models import empty_model, load_model, save_model
 from lean_ft.models.safetensors_file import read_header, write_file
-from lean_ft.online.episodes import FILE, RecordedResults
+from lean_ft.online.episodes import RecordedResults
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.lora import quantize_as_loaded
@@ -77,6 +78,7 @@ from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, printable
 from lean_ft.system.run_directory import (
     OPTIMIZER_FILE,
     RANDOM_STATE_FILE,
+    TOOL_RESULTS_FILE,
     TRAINING_STATE_FILE,
     check_whole,
     from_checkpoint,
@@ -1064,7 +1066,7 @@ def _tool_results(folder: Path) -> dict[str, Target]:
     for key in keys:
         written.add(key, result="3 é", failed=False)
     written.add(keys[0], found=[["a", False]], state={"x": [1, None]})
-    file = folder / FILE
+    file = folder / TOOL_RESULTS_FILE
 
     def read() -> None:
         results = RecordedResults(folder, 0, [])
@@ -1077,6 +1079,16 @@ def _tool_results(folder: Path) -> dict[str, Target]:
         "tool_results.jsonl": Target(
             6, file, [file.read_bytes(), file.read_bytes().splitlines(True)[0]], break_bytes, read
         )
+    }
+
+
+def _odd_values(folder: Path) -> dict[str, Target]:
+    """Names in the JSON of rows, and what environments and tools return."""
+    rows, seeds, read_rows = names_in_json(folder)
+    file, values, read_answers = answers(folder)
+    return {
+        "names in JSON": Target(15, rows, seeds, break_names, read_rows),
+        "answers of environments and tools": Target(15, file, values, break_answer, read_answers),
     }
 
 
@@ -1093,6 +1105,7 @@ _KINDS = (
     _requests,
     _turns,
     _tool_results,
+    _odd_values,
 )
 
 
@@ -1114,6 +1127,12 @@ class _OutOfTime(BaseException):
     pass
 
 
+# A message that shows Python's own errors. User code's errors name their type: they are the user's.
+_RAW = re.compile(
+    r"Traceback|\b(Attribute|Index|Key|Assertion|Type|Recursion|Overflow|ZeroDivision|Memory|Unicode\w+)Error\b"
+)
+
+
 def judge(target: Target, content: bytes) -> tuple[str, dict[str, Any] | None]:
     """Return `read`, `refused`, or `failed` with details."""
     target.file.write_bytes(content)
@@ -1130,7 +1149,7 @@ def judge(target: Target, content: bytes) -> tuple[str, dict[str, Any] | None]:
     except BaseException as error:  # a panic in Rust code raises it
         message, code = explain(error)
         shown = printable(message, MAX_MESSAGE_CHARACTERS)
-        if isinstance(error, Exception) and code == 2 and len(shown.encode()) < 5000 and "Traceback" not in shown:
+        if isinstance(error, Exception) and code == 2 and len(shown.encode()) < 5000 and not _RAW.search(shown):
             return "refused", None
         return "failed", _failure(f"{type(error).__name__}: {message[:200]}", error)
     finally:
