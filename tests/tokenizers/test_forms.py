@@ -230,6 +230,6 @@ def test_a_name_in_json_is_text(tokenizer_of: Callable[[str], Tokenizer]):
     assert "EVIL" not in tokenizer.decode([token for token, is_trained in zip(ids, trained, strict=True) if is_trained])
     with pytest.raises(ValueError, match="has a name that contains one of the Unicode noncharacters"):
         tokenizer.render(chat("user", "assistant"), tools("\ufdd0TRAINED\ufdd1"))
-    for odd in ({"a": {1}}, {"a": b"x"}, {1.5: "a"}):
-        with pytest.raises(ValueError, match="the tools: `.*is a (set|bytes|float)|has a name that is a float"):
+    for odd in ({"a": {1}}, {"a": b"x"}, {(1,): "a"}):
+        with pytest.raises(ValueError, match="the tools: `.*is a (set|bytes)|has a name that is a tuple"):
             tokenizer.render(chat("user", "assistant"), [odd])
