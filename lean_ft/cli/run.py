@@ -21,6 +21,7 @@ from lean_ft.system.catalog import is_shipped
 from lean_ft.system.environment import usable_cores
 from lean_ft.system.interrupts import OutsideTraining
 from lean_ft.system.launch import COMMAND_VARIABLE, Launch, launch
+from lean_ft.system.redaction import as_given
 from lean_ft.system.user_code import closing
 from lean_ft.system.user_functions import without_os_exit
 
@@ -133,7 +134,8 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> Any:
         if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
             _print_expected_memory(recipe, cfg)
         result = _run_main(recipe, cfg)
-    return getattr(cfg, "output_dir", None) if result is None else result
+    folder = getattr(cfg, "output_dir", None) if result is None else None
+    return as_given(folder) if isinstance(folder, Path) else result
 
 
 def _run_main(recipe: ModuleType, cfg: BaseModel) -> Any:

@@ -123,6 +123,11 @@ def shown_as_given(folder: Path) -> Path:
     return folder.absolute()
 
 
+def as_given(folder: Path) -> Path:
+    """The path from which `shown_as_given` made this one."""
+    return Path(_GIVEN.get(str(folder), folder))
+
+
 def _replaced_folder(text: str, folder: str, name: str) -> str:
     if folder not in text:
         return text

@@ -72,9 +72,9 @@ def test_a_run_without_output_dir_finds_its_own_run(repository, recipe, config, 
         with pytest.raises(KeyError):
             run_recipe(recipe, cfg)
     repository.revisions["main"] = NEW
-    assert run_recipe(recipe, cfg) == Path("runs/toy_toy_recipe").absolute()
+    assert run_recipe(recipe, cfg) == Path("runs/toy_toy_recipe")
     assert f"model org/toy@{OLD}, the commit that this run began with" in capsys.readouterr().out
-    assert run_recipe(recipe, cfg) == Path("runs/toy_toy_recipe_2").absolute()
+    assert run_recipe(recipe, cfg) == Path("runs/toy_toy_recipe_2")
     assert f"path: org/toy@{NEW}" in Path("runs/toy_toy_recipe_2/config.yaml").read_text()
 
 
