@@ -1,6 +1,7 @@
 """What turns rows and images into tokens is in the folders of a run: transformers shows the model what the run showed it."""
 
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,20 @@ def test_folders_of_a_run_show_what_the_run_showed(rows: Path, tmp_path: Path, a
     if adapter:
         command = ["export", str(checkpoint), str(tmp_path / "again"), "--adapter"]
         assert sentence in CliRunner().invoke(app, command).output.replace("\n", " ")
+
+
+def test_no_older_template_is_left_beside_a_new_one(rows: Path, tmp_path: Path) -> None:
+    """transformers' processors read chat_template.json first, and llama.cpp's converter the field of tokenizer_config.json."""
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    shutil.copytree(load_tokenizer("tiny-images").folder, base)
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "old"}))
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": "old"}))
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("old")
+    for folder in (base, saved):
+        load_tokenizer(base, rows / "template.jinja").save(folder)
+        assert load_tokenizer(folder).chat_templates == {"default": TEMPLATE}
+        assert not (folder / "chat_template.json").exists()
+        assert json.loads((folder / "tokenizer_config.json").read_text()) == config
+        assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
