@@ -195,7 +195,9 @@ def _is_positive(value: Any) -> bool:
 
 def _alphas(patterns: Any, file: Path) -> NamePatterns[float]:
     """The alphas of `alpha_pattern`, by patterns of layers' names."""
-    for pattern, alpha in patterns.items() if isinstance(patterns, dict) else [("", patterns)]:
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{file}: alpha_pattern is {patterns!r:.40}; expected an object of patterns and alphas.")
+    for pattern, alpha in patterns.items():
         if not _is_positive(alpha):
             raise ValueError(
                 f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number of at most {MAX_ALPHA:.0e} for a "

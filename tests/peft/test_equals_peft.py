@@ -131,7 +131,7 @@ def test_a_dot_of_an_alpha_pattern_matches_any_character_as_in_peft(make_checkpo
 
 
 @pytest.mark.parametrize(
-    "patterns", [{"(a": 2}, {r"(q)\1": 2}, {"q_proj": float("nan")}, {"q_proj": -1}, {"q_proj": True}, [1], "x"]
+    "patterns", [{"(a": 2}, {r"(q)\1": 2}, {"q_proj": float("nan")}, {"q_proj": -1}, {"q_proj": True}, [1], "x", 2]
 )
 def test_other_alpha_patterns_are_refused(patterns):
     with pytest.raises(ValueError, match="adapter_config.json: alpha_pattern"):
