@@ -1,9 +1,9 @@
 """Fields of a row and keys of a message to which other tools give a meaning.
 
-A format reads its own fields (`lean_ft.data.formats`), and a content part its own keys (`lean_ft.data.images`). Of the others, those in these tables raise an error that names the
-remedy, because training without them would teach something else. All further fields, such as ids, scores and
-log-probabilities of a reference model, are named once in the report, and so are tools, keys of messages and template
-variables that the chat template does not mention.
+A format reads its own fields (`lean_ft.data.formats`), and a content part its own keys (`lean_ft.data.images`). Of the others,
+those in these tables raise an error that names the remedy, because training without them would teach something else. All further
+fields, such as ids, scores and log-probabilities of a reference model, are named once in the report, and so are tools, keys of
+messages and template variables that the chat template does not mention.
 
 Sources: the documentation of TRL, axolotl, LLaMA-Factory, ms-swift, torchtune and OpenAI.
 """

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 # Words of names, and suffixes of files, by medium.
@@ -47,6 +48,7 @@ class Medium(NamedTuple):
     is_content: bool
 
 
+@lru_cache(1000)
 def kind_of_name(name: str) -> str | None:
     """The medium that a name means, such as `img`, `imagePath` or `frames_2`; None for names with further words (`image_id`)."""
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+(?:64)?|[A-Z]+(?![a-z])", name)]
@@ -90,16 +92,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _of_text(text: str) -> Medium | None:
-    if kind := next((kind for kind in _WORDS if text[:20].lower().startswith(f"data:{kind}/")), None):
+    if text[:5].lower() == "data:" and (kind := text[5:20].partition("/")[0].lower()) in _WORDS:
         return Medium(kind, True)
     kind = next((kind for beginning, kind in _IN_BASE64 if len(text) > 60 and text.startswith(beginning)), None)
     if kind is not None and re.match(r"[A-Za-z0-9+/=_-]+\Z", text[:200].strip()):
         return Medium(kind, True)
-    path = _FILE.fullmatch(text.strip()) if len(text) < 2048 else None
-    found = (
-        Medium(kind, False) for kind, suffix in _SUFFIXES.items() if path and re.fullmatch(suffix, path[1].lower())
-    )
-    return next(found, None)
+    path = _FILE.fullmatch(text.strip()) if len(text) < 2048 and "." in text else None
+    kind = path and next((kind for kind, suffix in _SUFFIXES.items() if re.fullmatch(suffix, path[1].lower())), None)
+    return Medium(kind, False) if kind else None
 
 
 def _of_bytes(beginning: bytes) -> Medium | None:

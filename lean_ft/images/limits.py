@@ -38,7 +38,7 @@ def limit_of(rules: "ImageRules", tokens: int) -> int:
 
 
 def write_limit(folder: Path, rules: "ImageRules") -> None:
-    """Write `data.image_tokens` of `rules` into the processor's files in `folder`, as a limit that gives an image at most as many tokens."""
+    """Write `data.image_tokens` of `rules` into the processor's files in `folder`, as a limit that gives images at most as many."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         content = read_json(folder / name)
         settings = content.get("image_processor") if name.startswith("processor") else content

@@ -335,8 +335,9 @@ def image_rules(
 ) -> ImageRules:
     """The rules of a model folder, from config.json and preprocessor_config.json or processor_config.json.
 
-    max_tokens: scale larger images down to this number of tokens. added_tokens: of the tokenizer, with their ids. Raises ValueError if lean_ft does not know how the model
-    prepares images, for a setting that is not implemented, or if images cannot have so few tokens.
+    max_tokens: scale larger images down to this number of tokens. added_tokens: of the tokenizer, with their ids. Raises ValueError
+    if lean_ft does not know how the model prepares images, for a setting that is not implemented, or if images cannot have so few
+    tokens.
     """
 
     def read(
