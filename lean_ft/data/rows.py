@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from lean_ft.system.whole_files import kind as kind
+
 IGNORED = -100  # the label of positions that are not trained
 
 
@@ -24,12 +26,6 @@ class Row(NamedTuple):
     """Error of an unreadable row, which has no fields."""
     folder: Path = Path()
     """Folder of the row's file, to which paths in the row are relative."""
-
-
-def kind(value: Any) -> str:
-    """Describe the type of a JSON value: `null`, `a number`."""
-    names = {type(None): "null", bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(value)) or ("a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 def names_of(fields: dict[str, Any]) -> str:

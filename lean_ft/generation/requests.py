@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.whole_files import kind
 
 MOST_PIXELS = 1 << 26  # of an image
 MOST_TOOLS = 128  # in a request, and calls in a message
@@ -333,7 +334,7 @@ class ChatRequest(_Fields):
         except ValueError as error:
             raise Refused(400, f"the body is not JSON: {error}.") from None
         if not isinstance(asked, dict):
-            raise Refused(400, f"expected a JSON object, found {type(asked).__name__}.")
+            raise Refused(400, f"expected a JSON object, found {kind(asked)}.")
         asked = {
             name: value
             for name, value in asked.items()

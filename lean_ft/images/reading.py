@@ -22,6 +22,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from lean_ft.images.cuts import Size
+from lean_ft.system.whole_files import why_unusable
 
 MAX_PIXELS = 1 << 28  # by the header; a larger image is refused before it is decoded
 MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
@@ -203,7 +204,7 @@ def _from_base64(text: Any) -> bytes:
             raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
         return base64.b64decode(text)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"an image is not valid base64: {error}.") from None
+        raise ValueError(f"an image is not valid base64: {why_unusable(error)}.") from None
 
 
 @contextmanager

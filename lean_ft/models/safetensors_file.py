@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
-from lean_ft.system.whole_files import write_whole
+from lean_ft.system.whole_files import why_unusable, write_whole
 
 # In the order in which the library writes them: wide dtypes first, so that tensors are aligned.
 _DTYPES = {
@@ -128,7 +128,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         spans = [(name, entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in entries]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{file} is damaged: its safetensors header cannot be read ({error!r}).") from None
+        why = "it is not valid JSON" if isinstance(error, ValueError | RecursionError) else why_unusable(error)
+        raise ValueError(f"{file} is damaged: its safetensors header cannot be read, because {why}.") from error
     if len(spans) > MAX_TENSORS or max(map(len, header), default=0) > MAX_NAME_CHARACTERS:
         most = f"{MAX_TENSORS:,} tensors, with names of {MAX_NAME_CHARACTERS:,} characters"
         raise ValueError(f"{file} is damaged: expected at most {most}.")

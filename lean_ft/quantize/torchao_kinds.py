@@ -26,7 +26,7 @@ from lean_ft.models.saving import write_configs
 from lean_ft.models.source import tensors_on_disk
 from lean_ft.quantize.cpu_linear import fast_linear
 from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, QuantizedKind, RecipeConfig
-from lean_ft.system.whole_files import read_json
+from lean_ft.system.whole_files import read_json, why_unusable
 from lean_ft.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
         with safe_open(file, "pt") as opened:
             tensors, others = unflatten_tensor_state_dict(stored, opened.metadata())
     except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} has no weights of torchao ({error!r}). Quantize the model again.") from None
+        raise ValueError(
+            f"{file} has no weights of torchao: {why_unusable(error)}. Quantize the model again."
+        ) from error
     expected = {name: (parameter.shape, dtype) for name, parameter in model.named_parameters()}
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     for name in sorted({*expected, *found, *others}):

@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lean_ft.system.log import say
-from lean_ft.system.whole_files import read_json, sync, write_json
+from lean_ft.system.whole_files import read_json, sync, why_unusable, write_json
 
 CONFIG_FILE = "config.yaml"
 RUN_FILE = "run.json"
@@ -317,4 +317,5 @@ def from_checkpoint(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError, *kinds) as error:
-        raise ValueError(f"{folder / STATE_FOLDER} cannot be used ({error!r}): the checkpoint is damaged.") from None
+        why = why_unusable(error)
+        raise ValueError(f"{folder / STATE_FOLDER} cannot be used ({why}): the checkpoint is damaged.") from error

@@ -13,6 +13,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+from lean_ft.system.whole_files import why_unusable
+
 
 class Call(NamedTuple):
     """A call of a tool."""
@@ -89,7 +91,7 @@ def _tried(read: Read, body: str, types: Types) -> list[Call]:
         json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
         return calls
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        return [Call("", {}, f"error: malformed tool call: {str(error)[:200] or type(error).__name__}")]
+        return [Call("", {}, f"error: malformed tool call: {why_unusable(error)[:200] or 'it cannot be read'}")]
 
 
 def _refuse(constant: str) -> NoReturn:

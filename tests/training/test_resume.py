@@ -111,7 +111,9 @@ def test_an_evaluation_hit_by_a_kill_is_repeated(settings, train_real, tmp_path,
         capsys.readouterr()
         train_real(run, *settings, "max_steps=3")
         said = capsys.readouterr().out
-        assert f"after step 3: held-out loss {whole[-1]['eval_loss']:.4g}" in said and "complete    3 steps done" in said
+        assert (
+            f"after step 3: held-out loss {whole[-1]['eval_loss']:.4g}" in said and "complete    3 steps done" in said
+        )
         assert metrics(run, timed=False) == whole and digests(run / "step_00000003") == saved
     train_real(run, *settings, "max_steps=3")
     assert metrics(run, timed=False) == whole  # and it is not repeated again
