@@ -11,6 +11,7 @@ from lean_ft.cli.arguments import Debug, RecipeOrPreset
 from lean_ft.settings.describing import COMMON, commented_yaml, config_schema, describe, one_line_each
 from lean_ft.system import catalog
 from lean_ft.system.log import show
+from lean_ft.system.whole_files import read_text
 
 
 def cat(
@@ -34,7 +35,7 @@ def cat(
         if schema or only:
             extra = "--schema" if schema else (only or [""])[0]
             raise ValueError(f"{extra} needs a recipe, and '{name}' is a preset. Remove {extra}.")
-        show(file.read_text(encoding="utf-8"), end="")
+        show(read_text(file), end="")
         return
     config_class = catalog.load_recipe(file).Config
     if schema:

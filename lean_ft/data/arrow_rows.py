@@ -18,6 +18,7 @@ from lean_ft.data.splits import is_sliced, rows_of_split
 from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
 from lean_ft.images.forms import is_image
 from lean_ft.system.installation import install_command
+from lean_ft.system.whole_files import why_unusable
 
 ROWS_AT_A_TIME = 1024
 MANY_ROWS = 100_000
@@ -201,7 +202,7 @@ def _explained(name: str, subset: str | None, split: str) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"data source {name} could not be read as a Hugging Face dataset (data.split={split}, "
-            f"data.subset={subset}): {type(error).__name__}: {error}"
+            f"data.subset={subset}): {why_unusable(error)}"
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
 from lean_ft.system.foreign_values import plain
+from lean_ft.system.whole_files import kind as kind
 
 IGNORED = -100  # the label of positions that are not trained
 
@@ -69,12 +70,6 @@ def unpacked(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError
-
-
-def kind(value: Any) -> str:
-    """Describe the type of a JSON value: `null`, `a number`."""
-    names = {type(None): "null", bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(value)) or ("a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 def names_of(fields: dict[str, Any]) -> str:

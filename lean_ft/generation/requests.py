@@ -24,6 +24,7 @@ from pydantic_core import from_json
 
 from lean_ft.images.forms import KEYS, as_url, is_data_url
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.whole_files import kind
 
 MOST_TOOLS = 128  # in a request, and calls in a message
 # Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
@@ -347,7 +348,7 @@ class ChatRequest(_Fields):
         except ValueError as error:
             raise Refused(400, f"the body is not JSON: {error}.") from None
         if not isinstance(asked, dict):
-            raise Refused(400, f"expected a JSON object, found {type(asked).__name__}.")
+            raise Refused(400, f"expected a JSON object, found {kind(asked)}.")
         asked = {
             name: value
             for name, value in asked.items()

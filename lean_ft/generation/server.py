@@ -21,6 +21,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from ipaddress import ip_address
@@ -42,7 +43,6 @@ from lean_ft.generation.requests import ChatRequest, Refused
 from lean_ft.generation.texts import PromptTooLong, asked_of
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
-from lean_ft.system.redaction import redact
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
@@ -410,7 +410,8 @@ async def _body(request: Request, most_bytes: int) -> bytes:
 
 
 def _failure(error: Exception) -> Refused:
-    return Refused(500, redact(f"{type(error).__name__}: {error}"))
+    say("failed", "".join(traceback.format_exception(error)))
+    return Refused(500, "the server failed to answer this request. Its log has the error.")
 
 
 def _refusal(request: Request, refused: Refused) -> Response:

@@ -30,7 +30,7 @@ from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.quantize import is_quantized, load_quantized
 from lean_ft.system.user_functions import use_family
-from lean_ft.system.whole_files import read_json
+from lean_ft.system.whole_files import read_json, read_text
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
@@ -230,7 +230,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     chat, or a text file with one prompt per line. Raises ValueError for an invalid row, with its place.
     """
     if not _ROWS & set(file.suffixes):
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_text(file).splitlines()
         return [{"prompt": line} for line in lines if line.strip()]
     rows = list(read_rows(str(file)))
     if _is_chat([row.fields for row in rows]):

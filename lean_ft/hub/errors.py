@@ -5,6 +5,8 @@ import errno
 import logging
 from collections.abc import Iterator
 
+from lean_ft.system.whole_files import why_unusable
+
 _HTTP_CLIENTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # huggingface_hub may use any of them
 OTHER_DISK = "Free some space, or choose another disk: --output-dir, or HF_HOME for the Hub's cache."
 
@@ -89,12 +91,12 @@ def _explanation(error: Exception, repo: str, revision: str | None) -> Exception
         )
     if caused_by(ConnectionError, TimeoutError) or any(type(e).__module__.startswith(_HTTP_CLIENTS) for e in chain):
         return HubUnreachable(
-            f"the connection to the Hugging Face Hub at {hub} failed ({type(error).__name__}). Check the network and the "
+            f"the connection to the Hugging Face Hub at {hub} failed. Check the network and the "
             "proxy, then repeat the command: complete files are kept."
         )
     if isinstance(error, OSError) and error.filename is not None:
         return error  # a file that cannot be written; its message names the file
-    return DownloadFailed(f"{repo} could not be downloaded: {type(error).__name__}. Repeat the command.")
+    return DownloadFailed(f"{repo} could not be downloaded: {why_unusable(error)}. Repeat the command.")
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

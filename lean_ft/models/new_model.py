@@ -40,7 +40,7 @@ def empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
                     tensor.data = tensor.data.to(dtype)
             return model
     except RuntimeError as error:  # the number of bytes exceeds 64 bits
-        raise ValueError(f"config.json describes a tensor that is too large for any machine: {error}") from None
+        raise ValueError("config.json describes a tensor that is too large for any machine.") from error
 
 
 @torch.no_grad()

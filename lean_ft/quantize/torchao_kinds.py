@@ -27,7 +27,7 @@ from lean_ft.models.source import tensors_on_disk
 from lean_ft.models.stored_weights import DTYPES
 from lean_ft.quantize.cpu_linear import fast_linear
 from lean_ft.settings import LoRAConfig, MemoryConfig, QuantizeConfig, QuantizedKind, RecipeConfig
-from lean_ft.system.whole_files import read_json
+from lean_ft.system.whole_files import read_json, why_unusable
 from lean_ft.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
         with safe_open(file, "pt") as opened:
             tensors, others = unflatten_tensor_state_dict(stored, opened.metadata())
     except Exception as error:  # its metadata can be any text
-        raise ValueError(f"{file} has no weights of torchao ({error!r:.200}). Quantize the model again.") from None
+        raise ValueError(
+            f"{file} has no weights of torchao: {why_unusable(error)}. Quantize the model again."
+        ) from None
     expected = {name: (parameter.shape, dtype) for name, parameter in model.named_parameters()}
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     for name in sorted({*expected, *found, *others}):

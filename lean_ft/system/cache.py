@@ -254,7 +254,7 @@ def content_digest(file: Path, remembered: Path) -> str:
     before = file.stat()
     identity = (before.st_dev, before.st_ino, before.st_size, before.st_mtime_ns, before.st_ctime_ns)
     note = remembered / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         known = note.read_text(encoding="ascii")
         if len(known) == 32:
             return known

@@ -100,8 +100,10 @@ def _first_line(program: str, *arguments: str) -> str:
     """Return the first line that a program prints, or a note that it failed."""
     try:
         answer = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
-        return f"{program} failed ({type(error).__name__})"
+    except subprocess.TimeoutExpired:
+        return f"{program} did not answer"
+    except (subprocess.SubprocessError, OSError):
+        return f"{program} failed"
     return answer.stdout.strip().partition("\n")[0]
 
 

@@ -125,7 +125,7 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
         raise _first_failure(failed, plan.max_restarts, stopped) from None
     except RendezvousError as error:
         timed_out = isinstance(error, RendezvousTimeoutError)
-        why = f"fewer joined within {JOIN_TIME}." if timed_out else str(error) or type(error).__name__
+        why = f"fewer joined within {JOIN_TIME}." if timed_out else str(error) or "no machine answered"
         raise ValueError(
             f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {plan.nodes}: {why} Start the same command "
             "on each machine, with the host name and a free port of a machine that all can reach. If one of them has ended, its "

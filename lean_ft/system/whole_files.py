@@ -63,14 +63,28 @@ def read_json(path: Path, purpose: str | None = None) -> dict[str, Any]:
     data = read_bounded(path)
     try:
         content = json.loads(data)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not Unicode, not JSON, nested too deeply, a number with too many digits
+    except RecursionError:
+        raise ValueError(f"{path} is not valid JSON: it is nested too deeply.") from None
+    except ValueError as error:  # not Unicode, not JSON, a number with too many digits
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found a {type(content).__name__}.")
+        raise ValueError(f"{path}: expected a JSON object, found {kind(content)}.")
     return content
+
+
+def kind(value: Any) -> str:
+    """Describe the type of a JSON value: `null`, `a number`."""
+    names = {type(None): "null", bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value)) or ("a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
+
+
+def why_unusable(error: Exception) -> str:
+    """Say in words what was wrong with foreign values, of which Python's own errors name types and operations of our code."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, TypeError | AttributeError | IndexError | AssertionError | ArithmeticError):
+        return "a value has another type or size than expected"
+    return f"{error}".partition("\n")[0][:300]
 
 
 def read_bounded(path: Path) -> bytes:
@@ -78,6 +92,14 @@ def read_bounded(path: Path) -> bytes:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB, the limit for such files.")
     return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, with `\n` for its line ends. Raises ValueError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}).") from None
 
 
 def open_in_place(path: Path, mode: str, permissions: int = 0o666) -> IO[Any]:

@@ -95,7 +95,7 @@ class ChatTemplate:
                 **{_ASSISTANT: assistant},
             )
         except (*_FAILURES, jinja2.TemplateError) as error:
-            reason = f"{error}"[:1000] or type(error).__name__
+            reason = f"{error}"[:1000] or "an expression of it fails"
             raise ValueError(f"the chat template cannot render these messages: {reason}") from None
 
     def _writes_texts(self, variables: dict[str, Any]) -> bool:

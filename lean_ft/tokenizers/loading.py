@@ -11,7 +11,7 @@ from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.images.rules import image_rules
 from lean_ft.settings import ModelConfig
-from lean_ft.system.whole_files import read_json
+from lean_ft.system.whole_files import read_json, read_text
 from lean_ft.system.world import world
 from lean_ft.tokenizers.file_limits import MAX_ADDED
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
@@ -177,9 +177,7 @@ def _read_folder(folder: Path, chat_template: Path | None) -> Tokenizer:
 
 def _read_template(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text (byte {error.start}).") from None
+        return read_text(file)
     except OSError as error:
         raise ValueError(f"the chat template {file} cannot be read: {error.strerror}.") from None
 

@@ -156,8 +156,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         try:
             code = self.compile(_Counting().visit(self.parse(source)))
             return jinja2.Template.from_code(self, code, dict(self.globals))
-        except (RecursionError, MemoryError, SyntaxError) as error:
-            raise TemplateLimitError(f"it is nested too deeply ({type(error).__name__})") from None
+        except (RecursionError, MemoryError, SyntaxError):
+            raise TemplateLimitError("it is nested too deeply") from None
         except ValueError as error:  # constants that are computed here, such as a number with too many digits
             raise TemplateLimitError(str(error)) from None
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from lean_ft.system.foreign_values import check_text, plain
+from lean_ft.system.whole_files import why_unusable
 
 
 class Call(NamedTuple):
@@ -100,7 +101,7 @@ def _tried(read: Read, body: str, types: Types) -> list[Call]:
             plain([call.name, call.arguments], "the call", finite=True)
         return calls
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        return [Call("", {}, f"error: malformed tool call: {str(error)[:200] or type(error).__name__}")]
+        return [Call("", {}, f"error: malformed tool call: {why_unusable(error)[:200] or 'it cannot be read'}")]
 
 
 def _refuse(constant: str) -> NoReturn:
