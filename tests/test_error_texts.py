@@ -26,6 +26,7 @@ RAW |= {
     "RuntimeError",
     "MemoryError",
 }
+OWN = {"Failed", "RefusedImage", "_Problem"}  # errors of lean_ft, whose texts are messages
 # Where a handler shows such an error, and why.
 USER, LIBRARY = "the user's own code", "a library's words about a file that it reads, or about the machine"
 SHOWN = {
@@ -39,6 +40,7 @@ SHOWN = {
     "models/own_families.py: naming_row": USER,
     "notebook.py: _write_rows": USER,
     "online/environments.py: failing": USER,
+    "online/environments.py: state": USER,
     "online/servers.py: __init__": "our own error",
     "plan/beforehand.py: answer_a_question": "sent to the process that asked",
     "plan/rehearsal.py: rehearse": "looked at, not shown",
@@ -49,7 +51,6 @@ SHOWN = {
     "system/user_functions.py: check_function": USER,
     "tokenizers/chat_template.py: render": "the template's own failure, which jinja words",
     "tokenizers/sentencepiece_model.py: __init__": LIBRARY,
-    "tokenizers/tokenizer_json.py: __init__": LIBRARY,
     "tokenizers/tokenizer_json.py: _explained": LIBRARY,
     "tools/schemas.py: json_schema": USER,
     "training/loggers.py: __init__": LIBRARY,
@@ -92,7 +93,7 @@ class Handlers(ast.NodeVisitor):
         self.generic_visit(node)
         if node.name is None:
             return
-        is_raw = any(kind in RAW or not kind.lower().endswith("error") for kind in caught(node))
+        is_raw = any(kind in RAW or not (kind in OWN or kind.lower().endswith("error")) for kind in caught(node))
         if any(is_shown(inner, node.name, is_raw) for statement in node.body for inner in ast.walk(statement)):
             self.found.add(self._function)
 
