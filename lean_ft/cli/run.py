@@ -134,8 +134,10 @@ def run_recipe(recipe: ModuleType, cfg: BaseModel) -> Any:
         if isinstance(cfg, RecipeConfig) and plans_itself(recipe, cfg) and not _is_one_of_many():
             _print_expected_memory(recipe, cfg)
         result = _run_main(recipe, cfg)
-    folder = getattr(cfg, "output_dir", None) if result is None else None
-    return as_given(folder) if isinstance(folder, Path) else result
+    if result is not None:
+        return result
+    folder = getattr(cfg, "output_dir", None)
+    return as_given(folder) if isinstance(folder, Path) else folder
 
 
 def _run_main(recipe: ModuleType, cfg: BaseModel) -> Any:

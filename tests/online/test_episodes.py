@@ -586,6 +586,54 @@ def test_a_run_that_is_killed_during_calls_ends_as_the_undisturbed_one(files: Pa
     assert again <= 5 * 8 * 2
 
 
+MOVING = """
+import os
+
+class Moves:
+    def __init__(self): os.chdir("/")
+    def reset(self, row): os.chdir("/")
+    def step(self, action):
+        os.chdir("/")
+        return "More.", 0.5, False
+    def close(self): os.chdir("/")
+
+def even(completions):
+    os.chdir("/")
+    return [float(i % 2) for i in range(len(completions))]
+
+os.chdir("/")
+"""
+
+
+@pytest.mark.long
+def test_a_run_writes_to_its_folder_whatever_folder_its_code_changes_to(files: Path) -> None:
+    """All paths are relative."""
+    (files / "mine.py").write_text(MOVING)
+    (files / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "Call."}]}\n')
+    text = """run grpo model.path=tiny device=cpu plan=false data.source=rows.jsonl data.chat_template=template.jinja
+        environment=mine.py:Moves rewards=[environment,mine.py:even] tools.calls=2 generation.num_answers=2
+        generation.max_new_tokens=48 generation.stop=[1,2,3,4,5,6,7,8,9] batch_size=2 epochs=2 save_every=1 sample_every=1
+        log.to=[csv] output_dir=runs/moved"""
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    program = "from lean_ft.cli.main import run_command_line; run_command_line()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *text.split()],
+        cwd=files,
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    written = files / "runs" / "moved"
+    expected = {"config.yaml", "metrics.jsonl", "metrics.csv", "samples.jsonl", "step_00000001", "step_00000002"}
+    assert expected <= {one.name for one in written.iterdir()}
+    assert (written / "step_00000002" / "tokenizer.json").exists()
+    assert metrics(written, timed=False)[0]["turns"] > 1
+    assert "output_dir: runs/moved\n" in (written / "config.yaml").read_text()
+    assert "saved       runs/moved/step_00000002" in done.stdout and str(files) not in done.stdout
+
+
 UNRULY = '''
 import os, subprocess, time
 
