@@ -22,7 +22,7 @@ from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from lean_ft.system.redaction import on_one_line
-from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE, read_training_state
+from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
@@ -97,7 +97,8 @@ def sentences_not_in_files(folder: Path) -> list[str]:
 
 def settings_of_run(folder: Path) -> dict[str, Any]:
     """The settings by dotted key of the run that wrote a checkpoint; none for other folders."""
-    return read_training_state(folder)["settings"] if (folder / TRAINING_STATE_FILE).is_file() else {}
+    settings = read_json(folder / TRAINING_STATE_FILE).get("settings")
+    return settings if isinstance(settings, dict) else {}
 
 
 def images_of_run(folder: Path) -> Literal["none", "frozen", "train"]:

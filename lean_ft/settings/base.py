@@ -70,7 +70,7 @@ FunctionName = Annotated[Name, BeforeValidator(as_setting)]
 OwnFunction = Annotated[FunctionName, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
 # The same for a class, which stays a class, or a function that makes objects.
 OwnFactory = Annotated[
-    Annotated[str, BeforeValidator(as_factory)], Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})
+    Annotated[Name, BeforeValidator(as_factory)], Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})
 ]
 
 

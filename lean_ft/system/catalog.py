@@ -133,7 +133,9 @@ def _find(wanted: str, shipped: Mapping[str, Found], what: str, suffixes: tuple[
     if path.is_file():
         raise ValueError(f"{wanted}: expected a {what}, which is a {kinds} file.")
     if path.suffix in suffixes:
-        raise FileNotFoundError(f"no such file: {wanted}.{did_you_mean(path.with_suffix('').as_posix(), shipped)}")
+        name = path.with_suffix("").as_posix()
+        hint = f" Did you mean '{name}'?" if name in shipped else did_you_mean(name, shipped)
+        raise FileNotFoundError(f"no such file: {wanted}.{hint}")
     if what == "recipe" and wanted in presets():
         raise ValueError(f"'{wanted}' is a preset: leanft run --config {wanted}")
     if "=" in wanted:

@@ -34,7 +34,7 @@ _ENDS_OF_REASONING = (
 _STARTS_OF_REASONING = re.compile(r"\A\s*(?:<[\w:|]+>|\[THINK\]|◁think▷)")
 
 
-class Form(NamedTuple):
+class MessageForm(NamedTuple):
     """How messages are given to a template. `given`: unchanged."""
 
     roles: Literal["given", "system"] = "given"
@@ -70,7 +70,7 @@ class Forms:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
-        self._known: dict[Any, Form] = {}
+        self._known: dict[Any, MessageForm] = {}
 
     def whole(
         self, messages: Messages, tools: list[dict[str, Any]] | None, prompt: bool, variables: dict[str, Any]
@@ -113,7 +113,7 @@ class _Rendering:
     def text(self, messages: Messages, prompt: bool = False) -> str:
         return self.template.render(messages, self.tools, prompt, self.variables)
 
-    def whole(self, messages: Messages, form: Form, is_known: bool) -> WholeChat:
+    def whole(self, messages: Messages, form: MessageForm, is_known: bool) -> WholeChat:
         """Render a chat in a form. is_known: the form writes chats of this shape. Raises ValueError if a text is missing."""
         changed = _changed(messages, form)
         rendered = self.text(changed, self.prompt)
@@ -261,7 +261,7 @@ def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
     return message.get("role"), keys, type(content), blank, thinks, calls
 
 
-def _forms(messages: Messages) -> Iterator[Form]:
+def _forms(messages: Messages) -> Iterator[MessageForm]:
     """Yield the forms of these messages, the given one first."""
     said = [message for message in messages if _functions(message)]
     is_nested = all(call is not outer and "arguments" in call for message in said for outer, call in _calls(message))
@@ -269,10 +269,10 @@ def _forms(messages: Messages) -> Iterator[Form]:
     calls = ("given",) if is_nested else ("given", "function")
     roles = ("given", "system") if any(message.get("role") == "developer" for message in messages) else ("given",)
     for role, call, content in itertools.product(roles, calls, contents):
-        yield Form(role, call, content)
+        yield MessageForm(role, call, content)
 
 
-def _changed(messages: Messages, form: Form) -> Messages:
+def _changed(messages: Messages, form: MessageForm) -> Messages:
     """Return messages in a form. Keys without a value are left out, which templates handle, as in transformers."""
     changed = []
     for message in messages:

@@ -255,9 +255,10 @@ class Tokenizer:
         forms = self._template(tools)
         for number, message in enumerate(messages, start=1):
             if (role := str(message.get("role"))) not in forms.template.roles:
+                meant = table("roles").get(role)
+                hint = f" Did you mean '{meant}'?" if meant in ROLES else did_you_mean(role, ROLES)
                 raise ValueError(
-                    f"message {number}: the chat template has no role {role!r}; expected one of {', '.join(ROLES)}."
-                    f"{did_you_mean(str(table('roles').get(role, role)), ROLES)}"
+                    f"message {number}: the chat template has no role {role!r}; expected one of {', '.join(ROLES)}.{hint}"
                 )
         chat = forms.whole(messages, tools, add_generation_prompt, variables)
         marked_messages, num_literals = self._mark_literals(chat.messages)
