@@ -134,7 +134,7 @@ RUNS: dict[str, Case] = {
     "starts that are none": (in_run("run.json", '{"starts": 5}'), "run.json is not a list of a run's starts"),
     "deep run.json": (in_run("run.json", DEEP), "run.json is not valid JSON"),
     "a name too long": (lambda run: None, "File name too long"),
-    "a zero byte": (lambda run: None, "zero byte"),
+    "a zero byte": (lambda run: None, "control characters"),
     "a loop of links": (lambda run: run.symlink_to(run), "loop|exists"),
 }
 DIRECTORIES = {"a name too long": "a" * 300, "a zero byte": "a\0b"}
