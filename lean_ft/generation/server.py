@@ -43,6 +43,7 @@ from lean_ft.generation.requests import ChatRequest, Refused
 from lean_ft.generation.texts import PromptTooLong, asked_of
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
+from lean_ft.system.redaction import redact
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
@@ -410,6 +411,8 @@ async def _body(request: Request, most_bytes: int) -> bytes:
 
 
 def _failure(error: Exception) -> Refused:
+    if isinstance(error, ValueError | FloatingPointError):  # in words
+        return Refused(500, redact(str(error)))
     say("failed", "".join(traceback.format_exception(error)))
     return Refused(500, "the server failed to answer this request. Its log has the error.")
 
