@@ -221,7 +221,7 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
 
 
 def _with_tools(cfg: Any, tokenizer: "Tokenizer") -> Any:
-    """Return the settings with the schemas of a run's tools and of its environment's methods, which are in each prompt."""
+    """Return the settings with the schemas of the run's tools and environment methods, which each prompt includes."""
     if not isinstance(cfg, OnlineConfig) or not cfg.has_turns:
         return cfg
     from lean_ft.online.episodes import Episodes  # here, because it imports torch
@@ -229,7 +229,7 @@ def _with_tools(cfg: Any, tokenizer: "Tokenizer") -> Any:
     schemas = Episodes(cfg, tokenizer).schemas()
     if cfg.environment is not None:
         typer.echo(
-            f"note: environment={cfg.environment} is not reset here, so what reset adds to a prompt is not shown or counted",
+            f"note: environment={cfg.environment} is not reset here, so the text that reset adds to a prompt is not shown or counted",
             err=True,
         )
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"tools": schemas})})

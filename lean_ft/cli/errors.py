@@ -51,7 +51,7 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
     if isinstance(error, ValueError) and str(error) == "embedded null byte":
         return f"a path contains a zero byte. Remove it.{notes}", 2
     if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":
-        return f"a path begins with ~ and the name of no user of this machine. Write the whole path.{notes}", 2
+        return f"a path begins with ~NAME, and this machine has no user of that name. Write the whole path.{notes}", 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk is full: {error.filename or 'a file could not be written'}. Free some space.{notes}", 1
     if _is_made_to_be_read(error) or (isinstance(error, OSError) and error.errno is None and _raised_by_us(error)):

@@ -132,25 +132,24 @@ def words_of_job(
     given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
     given += batches_of(cfg, given) if num_processes > 1 else []
     if bad := next((word for word in given if "[token]" in redact(word) or on_one_line(word) != word), None):
-        is_secret = on_one_line(bad) == bad
-        what = (
-            "holds a secret, which the job script would keep"
-            if is_secret
-            else "has several lines or control characters"
-        )
+        is_one_line = on_one_line(bad) == bad
+        problem = "holds a secret, which the job script would keep"
         raise ValueError(
-            f"{on_one_line(bad.partition('=')[0])} {what}. Put this setting into a preset that only you can read, and pass --config PATH."
+            f"{on_one_line(bad.partition('=')[0])} {problem if is_one_line else 'has several lines or control characters'}. Put this setting into a preset that only you can read, and pass --config PATH."
         )
     return cfg, given
 
 
 def _check_names(*names: tuple[str, str]) -> None:
-    """Raise ValueError for a name of (what, name) that is not letters, digits, `.`, `-` and `_`: the templates write it into
-    comments, a docstring and shell words without quotes."""
+    """Raise ValueError for a name with other characters than letters, digits, `.`, `-` and `_`: the templates write names into
+    comments, a docstring and unquoted shell words.
+
+    names: pairs of an option and a name.
+    """
     for what, name in names:
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(
-                f"{what}: {name!r} becomes part of a program, so it may have letters, digits, . - and _ only."
+                f"{what}: {name!r} is written into a program, so it may have only letters, digits, . - and _."
             )
 
 

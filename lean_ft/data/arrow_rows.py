@@ -1,8 +1,8 @@
 """Read rows from Parquet files and Hugging Face datasets. Needs the `datasets` extra.
 
-A map becomes an object. Arrow fills missing names of nested objects with null. These nulls are removed, so that a chat template does not write
-them into tools or tool calls. Dates and decimal numbers become strings, as in CSV. Images stay encoded bytes. Other values that are
-not text become an object that names their type.
+A map becomes an object. Arrow fills missing names of nested objects with null. These nulls are removed, so that a chat
+template does not write them into tools or tool calls. Dates and decimal numbers become strings, as in CSV. Images stay
+encoded bytes. Other values that are not text become an object that names their type.
 """
 
 import contextlib

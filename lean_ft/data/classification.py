@@ -1,8 +1,8 @@
 """Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
-A label is a name or an integer. An integer indexes the names of `data.labels`, unless they are numbers themselves. It does not index
-names that were found in the rows, since their order, the alphabet's, is not that of anyone's numbers. If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as
-one-hot. Texts are encoded as in transformers' pipelines, and classified at the last token. With model.images, each text and its
+A label is a name or an integer. An integer indexes the names of `data.labels`, unless the names are numbers themselves. An
+integer does not index names that were found in the rows: their alphabetical order need not match the user's numbers. If the
+lists of a source's first rows all have a 0 or 1 for each label, all lists are read as one-hot. Texts are encoded as in transformers' pipelines, and classified at the last token. With model.images, each text and its
 images are a user message in the chat template, up to the place of an answer.
 
 Legend: P texts of a batch, C labels.
@@ -45,7 +45,7 @@ KNOWN = {"classification": Fields(("text",), ("label", "labels", *IMAGE_FIELDS),
 
 
 class FoundLabels(list[str]):
-    """The names of all labels in the training rows, sorted, in place of `data.labels`."""
+    """Sorted names of all labels in the training rows, used if `data.labels` is null."""
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
@@ -82,12 +82,12 @@ def _kind_of(label: Any) -> str:
 
 
 def _check_one_kind(kinds: dict[str, Any], source: Sources) -> None:
-    """Raise ValueError if the training rows have labels of several kinds, of which each has an example in `kinds`."""
+    """Raise ValueError if the training rows mix kinds of labels. kinds: kind -> an example."""
     if kinds.keys() - {"a string with a number", "a name"} and len(kinds) > 1 and set(kinds) != _NUMBERS:
         found = ", ".join(f"{label!r:.40} ({name})" for name, label in kinds.items())
         raise ValueError(
-            f"{source} has labels of several kinds: {found}. Write them in one way, or set data.labels to the names, whose order "
-            "integers index."
+            f"{source} has labels of several kinds: {found}. Write all labels in one way, or set data.labels to the names "
+            "in the order that the integers index."
         )
 
 
@@ -172,12 +172,12 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig, on
 
 def _no_order(names: Iterable[str]) -> str:
     return (
-        f"data.labels is null, so the labels of the training rows are in the alphabet's order: {_first(names)}. Set data.labels to "
-        "them in the order of your numbers."
+        f"data.labels is null, so the labels of the training rows are in alphabetical order: {_first_names(names)}. Set "
+        "data.labels to these names in the order of your numbers."
     )
 
 
-def _first(names: Iterable[str]) -> str:
+def _first_names(names: Iterable[str]) -> str:
     first = list(names)
     return ", ".join(first[:10]) + " ..." * (len(first) > 10)
 
@@ -187,8 +187,10 @@ def _is_index(label: str) -> bool:
 
 
 def _index_of(label: str, names: list[str]) -> int:
-    """The index of a label among `names`, by its name or by a number, unless numbers are names or the names have no order.
-    Without names, the number. Raises ValueError for an unknown label."""
+    """Return the index of a label among `names`. A number is an index, unless names are numbers or were found in the rows.
+
+    Without names, return the number, or -1 for a name. Raises ValueError for an unknown label.
+    """
     if label in names:
         return names.index(label)
     is_index = _is_index(label) and not any(re.fullmatch(NUMBER, name) for name in names)
@@ -198,7 +200,7 @@ def _index_of(label: str, names: list[str]) -> int:
         return int(label)
     if not names:
         return -1
-    raise ValueError(f"the label is {label!r:.40}; expected one of {_first(names)}.{did_you_mean(label, names)}")
+    raise ValueError(f"the label is {label!r:.40}; expected one of {_first_names(names)}.{did_you_mean(label, names)}")
 
 
 @dataclass(frozen=True)
@@ -219,11 +221,11 @@ class LabelReader(RowReader):
         reader = replace(reader, config=_with_kind(reader.config, first_rows, reader.formats))
         one_hot = _one_hot_length(first_rows, reader.formats, reader.config)
         if one_hot == 2 and source not in (None, config.source) and reader._may_be_indices(first_rows):
-            one_hot = reader._one_hot_of_training()  # [0, 1] has a 0 or 1 for each of 2 labels, or two indices
+            one_hot = reader._one_hot_of_training()  # [0, 1] is one-hot for 2 labels, or has two indices
         return replace(reader, one_hot=one_hot)
 
     def _may_be_indices(self, rows: Sequence[Row]) -> bool:
-        """Whether the one-hot lists of all rows may also list the row's labels."""
+        """Whether the lists of all rows can also be read as the indices of the rows' labels."""
         lists = [_listed(row, self.formats[row.source], self.config) for row in rows]
         return all(all(type(label) is int for label in one) and len({*one}) == len(one) for one in lists)
 

@@ -134,7 +134,7 @@ class Renderer:
         return self._tokenize(read, report)
 
     def _count_unseen(self, fields: dict[str, Any], texts: list[Passage], report: DataReport) -> None:
-        """Count what may be an image of a row that shows none: fields that are not read, and places in its texts."""
+        """For a row without an image, count the fields that may hold one, and texts with `<image>`."""
         if self.tokenizer.image_rules is not None:
             count(image_fields(fields), report.unseen)
         if any(MARK in passage.text for passage in texts):
@@ -197,7 +197,7 @@ class Parts:
 
 
 def check_any_left(report: DataReport, config: DataConfig, source: Sources) -> None:
-    """Raise ValueError if none of the rows of `source` is left to train on."""
+    """Raise ValueError if no row of `source` is left to train on."""
     if report.kept == 0:
         train_on = getattr(config, "train_on", None)
         check = f", or check data.train_on (now {train_on})" if train_on is not None else ""

@@ -65,7 +65,8 @@ def unread_fields(
     """Return the names of a row's fields that are not read.
 
     read: lean_ft's names of the fields that are read -> the row's names; readable: all fields of the format; columns:
-    `data.columns`; variables: of the chat template that writes the row. Raises ValueError for a field that must not be dropped.
+    `data.columns`; variables: names of the variables of the row's chat template. Raises ValueError for a field that
+    must not be dropped.
     """
     unread = {name: value for name, value in row.items() if name not in read.values() and is_given(value)}
     asked = [name for name in (*PROMPTS, "conversations") if name in read] if unread else []
@@ -94,10 +95,10 @@ def unread_fields(
 
 
 def refuse_media(fields: Mapping[str, Any], *, of_prompt: bool, has_images: bool, reads_images: bool) -> None:
-    """Raise ValueError if one of the `fields` that are not read is a medium: by its name and its value, or by its content alone.
+    """Raise ValueError if an unread field holds an image, video or audio, by its name and its value or by its content alone.
 
-    of_prompt: the fields are also for rewards, so an image is refused only if its name means one, and video and audio are not;
-    has_images: the row shows an image, so others are further data; reads_images: whether the run reads images.
+    of_prompt: rewards get the fields too, so only an image under the name of an image is refused; has_images: the row shows an
+    image, so further images are data; reads_images: whether the run reads images.
     """
     for name, value in fields.items():
         named = kind_of_name(name)
@@ -137,13 +138,13 @@ def unwritten(
 
 
 def refuse_part_keys(keys: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a further key of a content part that must not be dropped. keys: those that are not read."""
+    """Raise ValueError for an unread key of a content part that must not be dropped."""
     for key, value in keys.items():
         kind, found = kind_of_name(key), f"{where} has a content part with the key `{key}`"
         if _SIZES.search(key):
             raise ValueError(f"{found}, and {_SIZED}.")
         if key in MEDIA or (kind is not None and medium_of(value, kind)):
-            raise ValueError(f"{found}. A part is one text or one image: write a part of its own, of the type image.")
+            raise ValueError(f"{found}. A part is one text or one image. Write a separate part of the type image.")
         if value != SWITCHES.get(key, value):
             raise ValueError(f"{found}, and {_PARTS}.")
         _refuse(key, value, REFUSED_KEYS, f"{where} has a content part with the key")

@@ -295,8 +295,10 @@ class RowReader:
         return ()
 
     def unread(self, row: Row) -> list[str]:
-        """Return the fields of `row` and the keys of its content parts that are not read. Raises ValueError with the row's place for
-        one that matters."""
+        """Return the fields of `row` and the keys of its content parts that are not read.
+
+        Raises ValueError with the row's place for one that must not be dropped.
+        """
         _, columns, fields = self.formats[row.source]
         with reading(row):
             given = self.fields_of(row)

@@ -52,7 +52,7 @@ IMAGE_FIELDS = ("images", "image")
 MARK = "<image>"  # the place of an image in a text
 NO_IMAGES = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
 _IMAGE_TYPES = ("image", "image_url", "input_image")
-_UNTYPED_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")  # of a part without a type that is an image
+_UNTYPED_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")  # of an image part without a type
 _SKIP = "Remove the row, or skip such rows with data.on_bad_row=skip."
 
 Messages = list[dict[str, Any]]
@@ -70,8 +70,8 @@ class RowImage(NamedTuple):
 
 
 def read_part(part: Any, where: str) -> dict[str, Any]:
-    """Return a content part as {"type": "text", "text"} or {"type": "image", "image"}. The image is None if the part marks its
-    place only; `index` then is its number in the row's images, if the part has one.
+    """Return a content part as {"type": "text", "text"} or {"type": "image", "image"}. The image is None if the part
+    only marks a place. `index` is then the image's position in the row's images, if the part has an index.
 
     Raises ValueError for another part, such as a video, and for a key that must not be dropped.
     """
@@ -92,7 +92,7 @@ def read_part(part: Any, where: str) -> dict[str, Any]:
 
 
 def unread_part_keys(*values: Any) -> list[str]:
-    """Return the keys of content parts that are not read. values: of fields that may hold messages, also as JSON."""
+    """Return the keys of content parts that are not read. values: fields that may hold messages, also as JSON."""
     keys = dict.fromkeys(key for value in values for part in _parts_in(value) for key in _further_keys(part))
     return [f"messages.content.{key}" for key in keys]
 
@@ -108,7 +108,10 @@ def _parts_in(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_image_part(part: dict[str, Any], own: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if a part with the image `own` has more than this image, or keys that must not be dropped."""
+    """Raise ValueError if an image part has several images, a text, or a key that must not be dropped.
+
+    own: the keys that hold its image.
+    """
     if len(own) > 1 and own.keys() != {"bytes", "path"}:
         raise ValueError(f"{where} has a content part with the images {' and '.join(own)}. Keep one of them.")
     if is_given(part.get("text")):
@@ -117,13 +120,13 @@ def _check_image_part(part: dict[str, Any], own: Mapping[str, Any], where: str) 
 
 
 def _further_keys(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a content part, and of the mappings in it that hold its image, that are not read."""
+    """Return the unread keys of a content part, and of the nested mappings that hold its image."""
     if not _is_image(part):
         return {key: value for key, value in part.items() if key not in ("type", "text") and is_given(value)}
     levels: list[Mapping[str, Any]] = [part]
     for level in levels:
         levels += [level[key] for key in KEYS if isinstance(level.get(key), Mapping)]
-    read = {"type", "text", "media_type", *KEYS}  # a file's first bytes tell its format
+    read = {"type", "text", "media_type", *KEYS}  # the format is read from the file itself
     if not any(is_given(part.get(key)) for key in KEYS):
         read.add("index")
     return {key: value for level in levels for key, value in level.items() if key not in read and is_given(value)}
@@ -197,8 +200,10 @@ def _places_in(messages: Messages) -> list[Any]:
 
 
 def _by_index(images: Sequence[Any], places: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """The images of a row whose empty parts have an `index` in the images `given`, counted from 0. Raises ValueError unless all
-    of them have one, and each image has a part."""
+    """Return a row's images in order. Those of empty parts are taken from `given` by their `index`, counted from 0.
+
+    Raises ValueError unless every empty part has an index, and every image a part.
+    """
     if len(places) != images.count(None) or {*places} != {*range(len(given))}:
         raise ValueError(
             f"the row has {counted(len(given), 'images')} in its field `images`, and its content parts of the type image have the "
@@ -253,7 +258,7 @@ def read_image(value: Any, folder: Path, rules: ImageRules) -> RowImage:
 
 
 def _read_size(reference: bytes, rules: ImageRules) -> Size | str:
-    """The size of an image, which is checked, or what is wrong with it."""
+    """Check an image. Return its size, or an error message."""
     from lean_ft.images.reading import check, open_image, size_of
 
     try:
@@ -267,7 +272,7 @@ def _read_size(reference: bytes, rules: ImageRules) -> Size | str:
 
 @lru_cache(1 << 12)
 def _known_size(reference: bytes, rules: ImageRules) -> Size | str:
-    """`_read_size`, once for a file that several rows show."""
+    """`_read_size`, cached for files that several rows show."""
     return _read_size(reference, rules)
 
 
@@ -292,8 +297,11 @@ def documents_of(passages: Sequence[Passage | Document], tokenizer: Tokenizer) -
 
 
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
-    """Add the columns of `images` to a document, and train no token in or around an image: behind one that the model writes, no image
-    can come. Raises ValueError if the document has another number of image tokens."""
+    """Add the columns of `images` to a document.
+
+    Tokens in and around an image are not trained, because no image can follow a token that the model samples. Raises ValueError
+    if the document has another number of image tokens.
+    """
     is_image = document.ids == image_id
     grids = [grid for image in images for grid in image.layout.grids]
     runs = [run for image in images for run in image.layout.runs]

@@ -1,8 +1,8 @@
-"""Recognize pictures, films and sounds in fields and keys that lean_ft does not read.
+"""Recognize images, video and audio in fields and keys that lean_ft does not read.
 
-A name alone is weak: `image_id` has no picture. So a field is refused if its content is a medium (encoded bytes, a data URL, an
-object of `datasets`), or if its name means one (`img`, `frame_paths`) and its values look like files or arrays. Paths under another
-name, such as `file_name`, are refused only where a run reads images and no row has one; otherwise they are named.
+A name alone is not enough: `image_id` holds no image. A field is refused if its content is a medium (encoded bytes, a data URL,
+an object of `datasets`), or if its name means one (`img`, `frame_paths`) and its values look like files or arrays. Paths under
+other names, such as `file_name`, are refused only if the run reads images and no row has one. Otherwise the report names the field.
 """
 
 import json
@@ -23,7 +23,7 @@ _SUFFIXES = {
     "video": r"mp4|mov|avi|mkv|webm|m4v",
     "audio": r"wav|mp3|flac|ogg|opus|m4a",
 }
-# Words that may stand beside these in a name that means a medium.
+# Words that a name may have beside these and still mean a medium, as in `image_path`.
 _BESIDE = re.compile(
     "(path|file|filename|name|url|uri|byte|data|base64|b64|raw|list|input|local|value|tensor|array|feature|embed|grid|thw|attachment)s?"
 )
@@ -31,18 +31,13 @@ _BEGINNINGS: tuple[tuple[bytes, str], ...] = (
     (b"\x89PNG\r\n", "image"), (b"\xff\xd8\xff", "image"), (b"GIF8", "image"), (b"II*\0", "image"),
     (b"MM\0*", "image"), (b"ID3", "audio"), (b"fLaC", "audio"), (b"OggS", "audio"), (b"\x1aE\xdf\xa3", "video"),
 )  # fmt: skip
-_IN_BASE64: tuple[tuple[str, str], ...] = (
-    ("iVBORw0KGgo", "image"),
-    ("/9j/", "image"),
-    ("R0lGOD", "image"),
-    ("UklGR", "image"),
-)
+_IMAGES_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # how they begin
 _FILE = re.compile(r"(?:[^\s<>\"|*]|(?<=\S) (?=\S)){1,1024}\.(\w{3,4})(?:\?\S*)?", re.ASCII)
 _MOST_JSON = 1 << 16  # characters
 
 
 class Medium(NamedTuple):
-    """What a value seems to be: the medium itself, or else a path, a URL or an array."""
+    """What a value looks like: encoded media, or only a path, a URL or an array."""
 
     kind: str  # image, video or audio
     is_content: bool
@@ -58,7 +53,10 @@ def kind_of_name(name: str) -> str | None:
 
 
 def medium_of(value: Any, named: str | None = None) -> Medium | None:
-    """What a value of a row seems to be; a list by its first item. named: what its name means, which arrays and bytes need."""
+    """Return the medium that a value looks like. The first item of a list decides.
+
+    named: the medium that its name means, without which arrays and unknown bytes are none.
+    """
     if isinstance(value, str):
         return medium_of(_from_json(value), named) if value[:1] in ("[", "{") else _of_text(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -82,7 +80,7 @@ def image_fields(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _from_json(text: str) -> Any:
-    """A list or a mapping, as a table of CSV has it; None for other texts."""
+    """Parse a list or an object, which CSV stores as text; None for invalid JSON."""
     with suppress(ValueError, RecursionError):
         return json.loads(text) if len(text) < _MOST_JSON else None
 
@@ -94,9 +92,9 @@ def _is_number(value: Any) -> bool:
 def _of_text(text: str) -> Medium | None:
     if text[:5].lower() == "data:" and (kind := text[5:20].partition("/")[0].lower()) in _WORDS:
         return Medium(kind, True)
-    kind = next((kind for beginning, kind in _IN_BASE64 if len(text) > 60 and text.startswith(beginning)), None)
-    if kind is not None and re.match(r"[A-Za-z0-9+/=_-]+\Z", text[:200].strip()):
-        return Medium(kind, True)
+        is_long = len(text) > 60 and text.startswith(_IMAGES_IN_BASE64)
+    if is_long and re.match(r"[A-Za-z0-9+/=_-]+\Z", text[:200].strip()):
+        return Medium("image", True)
     path = _FILE.fullmatch(text.strip()) if len(text) < 2048 and "." in text else None
     kind = path and next((kind for kind, suffix in _SUFFIXES.items() if re.fullmatch(suffix, path[1].lower())), None)
     return Medium(kind, False) if kind else None

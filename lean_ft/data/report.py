@@ -81,13 +81,14 @@ class DataReport:
     with_images: int = 0
     """Rows that show an image."""
     unseen: dict[str, int] = field(default_factory=dict)
-    """Number of rows without an image that have a field with paths of images, by name, in a run that reads images."""
+    """Number of rows without an image that have a field which looks like images, by name; counted if the run reads
+    images."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
     bad_rows: int = 0
     """Unreadable rows that were skipped."""
     bad_images: int = 0
-    """Those with an image that cannot be read."""
+    """Bad rows with an image that cannot be read."""
     bad_row_examples: list[str] = field(default_factory=list)
     """Place and error of the first bad rows."""
     tokens: int = 0

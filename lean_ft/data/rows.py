@@ -33,18 +33,18 @@ class Row(NamedTuple):
     folder: Path = Path()
     """Folder of the row's file, to which paths in the row are relative."""
     refused: Mapping[str, str] = {}
-    """Fields with values that cannot be read, and why. It is an error to read one."""
+    """Field with a value that cannot be read -> the reason. Reading such a field is an error."""
 
     def check(self, *names: str) -> None:
-        """Raise ValueError if one of the fields `names`, or any field without names, cannot be read."""
+        """Raise ValueError if one of the fields `names` cannot be read. Without names, check all fields."""
         if problem := next((self.refused[name] for name in names or self.refused if name in self.refused), None):
             raise ValueError(problem)
 
 
 def through_gate(row: Row) -> Row:
-    """Return a row whose fields are JSON types and encoded images. Fields that cannot be are `refused`.
+    """Return a row whose fields are JSON types or encoded images. Fields with other values are `refused`.
 
-    Markers stay: only chat templates, which check their messages, have a use for them.
+    Markers are kept: they matter only to chat templates, whose messages are checked later.
     """
     if row.problem is not None:
         return row

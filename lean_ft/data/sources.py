@@ -145,8 +145,8 @@ def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> 
                 file = Path(name.rpartition(":")[0]).expanduser().resolve()
                 place = line_in(Path(PASSED[name].file) if name in PASSED else file, failed.error)
                 problem = f"data.format: {place}: {failed}"
-            except Exception as error:  # of the copy
-                problem = f"data.format={name} returned what cannot be copied ({type(error).__name__}: {error})"
+            except Exception as error:  # the result cannot be copied
+                problem = f"data.format={name} returned a value that cannot be copied ({type(error).__name__}: {error})"
             began[0] = math.inf
             if problem is not None:
                 yield row._replace(fields={}, problem=problem)

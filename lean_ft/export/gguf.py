@@ -53,7 +53,7 @@ from lean_ft.training.checkpoint import small_files_bytes
 
 _WEIGHED = ("q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")  # kinds that use the importance of input features
 _KINDS = ("f32", "f16", "bf16")
-_TOWER = "Export a folder, and then that folder with --gguf: llama.cpp has the tower in a second file."
+_TOWER = "Export a folder, and then export that folder with --gguf. llama.cpp reads the tower from a second file."
 _MERGE = "Export the merged model: --merge instead of --adapter."
 
 
@@ -196,12 +196,12 @@ def export_gguf_adapter(
 
 
 def _remark_about_images(model: Decoder, folder: Path, kind: str) -> str:
-    """What llama.cpp needs beside a file of a language model that was part of a model that reads images; "" for other models."""
+    """A line about what llama.cpp needs to read images with a model; "" for models that do not read images."""
     if model.source.part_of or not (name := whole_before(folder)):
         return remark_about_images(model)
     return (
-        f"\nThe run took the language model of {name}, and the file has it as a model of its own, for text alone. To read images, export "
-        f"the whole model and then its file: leanft export {folder} FOLDER --keep-vision && leanft export FOLDER FILE --gguf {kind}"
+        f"\nThe run trained the language model of {name} alone, and the file is for text alone. To read images, export the whole model, "
+        f"and then that folder: leanft export {quote(str(folder))} FOLDER --keep-vision && leanft export FOLDER FILE --gguf {kind}"
     )
 
 

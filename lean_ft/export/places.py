@@ -45,8 +45,8 @@ class Exported:
 
     def __str__(self) -> str:
         merged = f"{self.merged}.\n" if self.merged else ""
-        told = "".join(f"\nNot in the files: {one}." for one in sentences_not_in_files(self.source))
-        return f"{merged}exported {gguf_file(self.source) or self.source} to {self.destination}: {self.details}{told}"
+        notes = "".join(f"\nNot in the files: {one}." for one in sentences_not_in_files(self.source))
+        return f"{merged}exported {gguf_file(self.source) or self.source} to {self.destination}: {self.details}{notes}"
 
 
 def read_source(
@@ -86,7 +86,8 @@ def read_source(
 
 
 def sentences_not_in_files(folder: Path) -> list[str]:
-    """What no file of an export says about how the run of a checkpoint showed its rows to the model."""
+    """Return sentences about settings of a checkpoint's run that shaped the model's input and that no file of an export
+    holds."""
     settings, rules = settings_of_run(folder), None
     if settings.get("data.image_tokens") is not None:
         with suppress(ValueError):  # the base of an adapter is not here
@@ -96,7 +97,7 @@ def sentences_not_in_files(folder: Path) -> list[str]:
 
 
 def settings_of_run(folder: Path) -> dict[str, Any]:
-    """The settings by dotted key of the run that wrote a checkpoint; none for other folders."""
+    """Return the settings, by dotted key, of the run that wrote a checkpoint; empty for other folders."""
     settings = read_json(folder / TRAINING_STATE_FILE).get("settings")
     return settings if isinstance(settings, dict) else {}
 
@@ -118,7 +119,8 @@ def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a fo
 
 
 def whole_before(folder: Path) -> str:
-    """The model_type of the folder on this machine from which a run took a language model; "" if it was no model that reads images."""
+    """Return the model_type of the multimodal folder whose language model a run trained; "" if this machine has
+    none."""
     base = settings_of_run(folder).get("model.path")
     name = read_json(Path(base).expanduser() / "config.json").get("model_type") if isinstance(base, str) else None
     return name if name in MULTIMODAL and name != read_json(folder / "config.json").get("model_type") else ""

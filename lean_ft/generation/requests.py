@@ -82,7 +82,7 @@ def _as_object(url: Any) -> Any:
 
 
 def _as_image_url(part: Any) -> Any:
-    """A part with an image in another form, such as Anthropic's, as the part `image_url`."""
+    """Return an image part in another form, such as Anthropic's, as an `image_url` part."""
     if not isinstance(part, dict) or part.get("type") not in ("image", "input_image"):
         return part
     image = {name: value for name, value in part.items() if name in KEYS}
@@ -288,8 +288,10 @@ class ChatRequest(_Fields):
         return sum(map(len, texts)) + len(str(self.chat_template_kwargs or "")) + len(str(self.schemas))
 
     def variables(self, known: Collection[str]) -> dict[str, Any]:
-        """The variables of the chat template, which mentions the words `known`. Raises Refused for a field that it does not
-        mention, or that contradicts chat_template_kwargs."""
+        """Return the variables for the chat template. known: the names that the template mentions.
+
+        Raises Refused for a field that the template does not mention, or that contradicts chat_template_kwargs.
+        """
         given = dict(self.chat_template_kwargs or {})
         for name in ("reasoning_effort", "enable_thinking"):
             if (value := getattr(self, name)) is None:
@@ -363,7 +365,7 @@ class ChatRequest(_Fields):
 
 
 def _in_words(path: str) -> str:
-    """`messages.0.content` as `message 1, content`: messages and other items are counted from 1, as in all errors."""
+    """Return `messages.0.content` as `message 1, content`: errors count messages and other items from 1."""
     names = {"messages": "message", "tools": "tool", "tool_calls": "tool call", "content": "content part"}
 
     def counted(found: re.Match[str]) -> str:

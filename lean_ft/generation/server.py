@@ -411,7 +411,7 @@ async def _body(request: Request, most_bytes: int) -> bytes:
 
 
 def _failure(error: Exception) -> Refused:
-    if isinstance(error, ValueError | FloatingPointError):  # in words
+    if isinstance(error, ValueError | FloatingPointError):  # whose messages are written for users
         return Refused(500, redact(str(error)))
     say("failed", "".join(traceback.format_exception(error)))
     return Refused(500, "the server failed to answer this request. Its log has the error.")

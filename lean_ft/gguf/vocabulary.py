@@ -37,7 +37,7 @@ def tokenizer_metadata(
     tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int], config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the metadata of a tokenizer, filled up to `vocab_size` tokens. `ends`: ids that end an answer, beside eos. `config`: the
-    model's config.json, whose special tokens count if the tokenizer names none.
+    model's config.json, whose special tokens are used if the tokenizer names none.
 
     Raises ValueError if no tokenizer of llama.cpp gives the same ids.
     """
@@ -85,7 +85,8 @@ def tokenizer_metadata(
 
 
 def _special_ids(tokenizer: Tokenizer, vocab_size: int, config: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of special tokens by llama.cpp's names. Without one of eos, llama.cpp takes token 11 of a byte-level tokenizer."""
+    """Return the ids of special tokens by llama.cpp's names. Without an eos id, llama.cpp uses token 11 of a byte-level
+    tokenizer."""
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
     for kind in _SPECIAL:  # not tokenizer.pad_id, which may be any token if the tokenizer names none
         token = tokenizer.special_tokens.get(f"{kind}_token")

@@ -1,12 +1,13 @@
 """Language models of models that read images, as llama.cpp's converter writes them.
 
-llama.cpp has the vision tower in a second file, an mmproj file. It fits a file of the language model that has the right
+llama.cpp reads the vision tower from a second file, an mmproj file. That file fits a file of the language model with the right
 architecture, the sections of positions with three axes, and the number of layers that get outputs of the tower.
 
 Source: llama.cpp, conversion/*.py and src/llama-model.cpp (the order of rotated features).
 """
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.gguf.cache import GGUF_INDEX, gguf_file
@@ -19,7 +20,7 @@ from lean_ft.system.whole_files import read_json
 if TYPE_CHECKING:
     from lean_ft.models import Decoder
 
-# The model that reads images, and the architecture of its language model alone -> that of the language model in it.
+# (model_type of the whole model, architecture of its language model alone) -> architecture of the language model in it.
 _ARCHITECTURES = {
     ("mistral3", "llama"): "mistral3", ("paddleocr_vl", "llama"): "paddleocr", ("qwen2_vl", "qwen2"): "qwen2vl",
     ("qwen2_5_vl", "qwen2"): "qwen2vl", ("qwen2_5_omni_thinker", "qwen2"): "qwen2vl", ("qwen3_vl", "qwen3"): "qwen3vl",
@@ -34,10 +35,10 @@ _WITH_MMPROJ = {*VISION_FAMILIES} | {
 
 
 def row_of(model: "Decoder") -> GGUFFamily:
-    """Return the row of a model's family, with the architecture and the metadata of a language model in a model that reads images.
+    """Return the row of a model's family. A language model of a model that reads images gets its own architecture and metadata.
 
-    The family must be one of `GGUF_FAMILIES`. Raises ValueError if config.json or the GGUF file lacks or misspells what the row
-    needs.
+    The family must be one of `GGUF_FAMILIES`. Raises ValueError if config.json or the GGUF file lacks a field that the row needs,
+    or has a wrong value of it.
     """
     family, folder = GGUF_FAMILIES[model.source.config["model_type"]], model.source.folder
     if family.architecture_of is not None:
@@ -75,7 +76,7 @@ def _in_folder(model: "Decoder", architecture: str) -> tuple[str, dict[str, Any]
 
 
 def _in_file(folder: Path, file: Path, architecture: str) -> tuple[str, dict[str, Any]]:
-    """The same of a GGUF file, for which `folder` is in the cache."""
+    """The same for a model of a GGUF file. folder: the cached folder of the file."""
     stored = read_json(folder / GGUF_INDEX)["metadata"]
     of_file = stored["general.architecture"]
     prefix = f"{of_file}."
@@ -105,7 +106,7 @@ def _whole_config(model: "Decoder") -> ConfigFields:
 
 
 def remark_about_images(model: "Decoder") -> str:
-    """What llama.cpp needs beside the file of a language model in order to read images; nothing for other models."""
+    """A line about what llama.cpp needs to read images with a language model; "" for models that do not read images."""
     name = model.source.part_of
     if not name:
         return ""
@@ -113,7 +114,7 @@ def remark_about_images(model: "Decoder") -> str:
     if name in _WITH_MMPROJ or is_pixtral:
         return (
             f"\nThe language model is that of {name}. To read images, llama.cpp also needs the vision tower: an mmproj file of "
-            f"the original model, or that of: convert_hf_to_gguf.py {model.source.folder} --mmproj"
+            f"the original model, or one that this writes: convert_hf_to_gguf.py {quote(str(model.source.folder))} --mmproj"
         )
     return (
         f"\nThe language model is that of {name}, for text alone: llama.cpp's converter writes no file of this family's vision "

@@ -129,8 +129,8 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
         lines += [*_table(_results(run, folder)), ""]
         if has_picture:
             lines += [f"![Curves of the run]({_PICTURE})", ""]
-        if told := sentences_not_in_files(folder):
-            lines += ["## Use", "", *(f"- {sentence[0].upper()}{sentence[1:]}." for sentence in told), ""]
+        if notes := sentences_not_in_files(folder):
+            lines += ["## Use", "", *(f"- {sentence[0].upper()}{sentence[1:]}." for sentence in notes), ""]
         keys = [key for key, value in settings.items() if key.startswith("data.") and "source" in key and value]
         lines += ["## Data", "", *(f"- {_code(key)}: {_code(json.dumps(settings[key]))}" for key in keys), ""]
         values = to_yaml(settings).rstrip()

@@ -1,11 +1,11 @@
-"""How much memory images may take: what decoding an image needs by its header, and one budget for all threads of a process.
+"""Limits of the memory for images: an estimate from an image's header, and one budget for all threads of a process.
 
-A file of a few bytes can hold an image of gigabytes. The file's header has the image's size and form, from which the memory that Pillow
-and its libraries need follows. A small need is always allowed, and a larger one in proportion to the file. All images that a
+A file of a few bytes can hold an image of gigabytes. The header states the image's size and form, which determine how much memory
+Pillow and its libraries need. `SMALL_BYTES` are always allowed, and more in proportion to the size of the file. All images that a
 process decodes at a time share `BUDGET_BYTES`. A JPEG beyond the limits is decoded at a half, a quarter or an eighth of its
-sides; any other image is refused before it is decoded.
+sides. Any other image beyond them is refused before it is decoded.
 
-Left out: memory that several processes take together. A process of data preparation decodes one image at a time.
+Not limited: the memory of several processes together. A process of data preparation decodes one image at a time.
 
 Source of the numbers: peak resident memory of fresh processes with Pillow 13.0, libjpeg-turbo 3.2, libwebp 1.6 and libtiff 4.7.
 """
@@ -25,38 +25,27 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from lean_ft.images.cuts import Size
 
-MAX_PIXELS = 1 << 26  # that are decoded
+MAX_PIXELS = 1 << 26  # of a decoded image
 MAX_JPEG_PIXELS = 1 << 28  # of a JPEG, which can be decoded at a lower size
 MAX_SIDE = 1 << 20
-SMALL_BYTES = 192 << 20  # any image may take so much memory
+SMALL_BYTES = 192 << 20  # every image may take this much memory
 EXPANSION = 200  # bytes of memory for each byte of the file of a larger image; photos need 20 to 120
 BUDGET_BYTES = 1 << 30  # of all images that a process decodes at a time
 _MAX_SCANS = 64  # of a progressive JPEG: each takes time for the whole image
-_MAX_RUN_LENGTH_PIXELS = 1 << 22  # of a BMP, which Pillow decodes pixel by pixel in Python
+_MAX_RUN_LENGTH_PIXELS = 1 << 22  # of a run-length BMP, which Pillow decodes pixel by pixel in Python
 _WEBP_BYTES = 16  # per pixel: two canvases of the decoder, a frame, and the image
 _BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # per pixel by mode; others have 4
 _TIFF_FORMS = {
-    *(
-        "raw",
-        "tiff_ccitt",
-        "group3",
-        "group4",
-        "packbits",
-        "tiff_lzw",
-        "tiff_deflate",
-        "tiff_adobe_deflate",
-        "zstd",
-        "lzma",
-    ),
-    *("jpeg", "tiff_jpeg"),
-}
+    "raw", "tiff_ccitt", "group3", "group4", "packbits", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "zstd", "lzma", "jpeg",
+    "tiff_jpeg",
+}  # fmt: skip
 _JPEG_MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)  # with a length behind it
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 _START_BYTES = 1 << 16  # usually enough to find the first scan
 
 
 class RefusedImage(ValueError):
-    """An image that is not read, though its file may be whole. The message lacks its name."""
+    """An image that is refused although its file may be intact. The message does not name the image."""
 
 
 def webp_canvas(start: bytes) -> Size | None:
@@ -114,7 +103,7 @@ def _most_bytes(num_file_bytes: int) -> int:
 
 
 def decoding_bytes(image: Image.Image) -> int:
-    """The most memory that Pillow and its libraries hold while they decode an image, which is not decoded yet."""
+    """Estimate the peak memory of Pillow and its libraries while they decode an image. It must not be decoded yet."""
     pixels = image.width * image.height
     stored = pixels * stored_bytes(image.mode)
     if isinstance(image, WebPImageFile):
@@ -135,7 +124,7 @@ def stored_bytes(mode: str) -> int:
 
 
 class _Budget:
-    """Memory that threads take and give back. One that needs all of it works alone."""
+    """Memory that threads reserve and release. A thread that needs all of it works alone."""
 
     def __init__(self, num_bytes: int) -> None:
         self._all = self._free = num_bytes
@@ -156,7 +145,7 @@ class _Budget:
 
 
 memory = _Budget(BUDGET_BYTES).take
-"""Context manager that waits until images of this process leave a number of bytes of the budget. Never nest it."""
+"""Context manager that waits until a number of bytes of the budget is free, and reserves them. Never nest it."""
 
 
 # JPEG -----------------------------------------------------------------------------------------------------------------
@@ -212,17 +201,10 @@ def _scans(image: JpegImageFile, most: int) -> list[int]:
 
 # TIFF -----------------------------------------------------------------------------------------------------------------
 
-_WIDTH, _HEIGHT, _BITS, _COLORS, _ORIENTATION, _SAMPLES, _ROWS_OF_STRIP, _PLANES = (
-    256,
-    257,
-    258,
-    262,
-    274,
-    277,
-    278,
-    284,
-)
-_TILE_WIDTH, _TILE_HEIGHT = 322, 323
+# Tags.
+_WIDTH, _HEIGHT, _BITS, _COLORS, _ORIENTATION = 256, 257, 258, 262, 274
+_SAMPLES, _ROWS_OF_STRIP, _PLANES, _TILE_WIDTH, _TILE_HEIGHT = 277, 278, 284, 322, 323
+# Values of tags.
 _YCBCR, _SEPARATE = 6, 2
 _MOST_OF_JPEG = 100 << 20  # libtiff's own limit
 
@@ -236,7 +218,7 @@ def _piece_bytes(image: TiffImageFile) -> int:
         width, height = tags[_WIDTH], min(tags.get(_ROWS_OF_STRIP, tags[_HEIGHT]), tags[_HEIGHT])
     samples = 1 if tags.get(_PLANES) == _SEPARATE else tags.get(_SAMPLES, 3)
     num_bytes = height * ceil(width * samples * max(tags.get(_BITS, (1,))) / 8)
-    if compression in ("zstd", "lzma"):  # and as much of what they refer back to
+    if compression in ("zstd", "lzma"):  # their windows of earlier bytes take as much again
         num_bytes *= 2
     if compression == "jpeg":
         num_bytes += min(_MOST_OF_JPEG, 6 * width * height)

@@ -1,6 +1,6 @@
-"""The forms in which rows, prompts and requests have an image: a path, a URL, base64 text, encoded bytes, or an object with one of these.
+"""Forms of an image in rows, prompts and requests: a path, a URL, base64 text, encoded bytes, or an object with one of these.
 
-A text is a path or base64 by its content: base64 whose beginning is that of an image file is base64, whatever its length.
+The content of a text decides whether it is base64 or a path, not its length: base64 of an image begins as image files do.
 """
 
 import base64
@@ -11,17 +11,17 @@ from typing import Any
 
 MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
 KEYS = ("bytes", "base64", "data", "url", "path", "image", "image_url", "source")
-"""Keys of an object that may have its image. `data` is that of Anthropic's `source`, and `bytes` that of `datasets`."""
-_ENCODED = ("bytes", "base64", "data")  # a text there is base64
+"""Keys of an object that may hold its image, such as `data` in Anthropic's `source`, and `bytes` in `datasets`."""
+_ENCODED = ("bytes", "base64", "data")  # a text under these keys is base64
 _START_CHARACTERS = 64
-_BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)  # its possible lengths
+_BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)  # possible lengths of the header
 _FROM_URL_SAFE = str.maketrans("-_", "+/")
 
 
 def image_in(value: Any) -> Any:
-    """The path, URL, encoded bytes or other value of an image that is an object of one of `KEYS`; any other value unchanged.
+    """Return the path, URL, encoded bytes or other value that an object holds under `KEYS`. Return other values unchanged.
 
-    Encoded images that are texts become bytes. Raises ValueError for an object without an image, and for invalid base64.
+    Base64 text becomes bytes. Raises ValueError for an object without an image, and for invalid base64.
     """
     key, value = _unwrapped(value)
     if key in _ENCODED and not isinstance(value, str | bytes | bytearray | memoryview):
@@ -34,7 +34,8 @@ def image_in(value: Any) -> Any:
 
 
 def as_url(value: Any) -> str:
-    """The data URL of an image in a request, or another URL or path unchanged. Raises ValueError if it is none of these."""
+    """Return the data URL of an image in a request. Another URL or a path is returned unchanged. Raises ValueError for
+    other values."""
     key, value = _unwrapped(value)
     if not isinstance(value, str):
         raise ValueError(f"an image is {short(value)}; expected a text.")
@@ -44,7 +45,8 @@ def as_url(value: Any) -> str:
 
 
 def _unwrapped(value: Any) -> tuple[str | None, Any]:
-    """The value of an image inside of objects, and its key."""
+    """Return the innermost key of nested objects that hold an image, and its value; None and the value if it is no
+    object."""
     key = None
     while isinstance(value, Mapping):
         found = next((name for name in KEYS if value.get(name) is not None), None)
@@ -69,7 +71,7 @@ def is_base64(text: str) -> bool:
 
 
 def is_image(start: bytes) -> bool:
-    """Whether a file that begins so is an image of a common format, which may not be read."""
+    """Whether a file with this start is an image of a common format, also of one that lean_ft does not read."""
     if start.startswith(b"BM"):
         return int.from_bytes(start[14:18], "little") in _BMP_HEADERS
     if start.startswith(b"RIFF"):

@@ -1,8 +1,8 @@
-"""A largest number of tokens per image, in the terms of a family's processor: pixels, a longest side, or tokens.
+"""Convert a maximum number of tokens per image to the limit of a family's processor: pixels, a longest side, or tokens.
 
-A run with `data.image_tokens` applies the processor's own rule with the limit that gives this number, and its checkpoints have the
-limit in the processor's files. So other programs give an image as many tokens as the run did. `difference` names the exceptions:
-processors that limit the longest side, where the run scales each image by its own shape, and Gemma 4's, which takes a few numbers.
+A run with `data.image_tokens` applies the processor's own rule with this limit, and its checkpoints have the limit in the
+processor's files. So other programs give an image as many tokens as the run did. `difference` names the exceptions: processors
+that limit the longest side, while the run scales each image by its own shape, and Gemma 4's, which accepts only a few numbers.
 An image that is more than N times as wide as high is scaled down further in every family.
 
 Source: `image_processing_*.py` of each family in transformers 5.23.
@@ -24,21 +24,22 @@ Settings = Mapping[str, Any]
 
 
 class _Limit(NamedTuple):
-    """How the rule of a cut is limited."""
+    """How to limit the number of tokens of one rule."""
 
     of_tokens: Callable[["ImageRules", int], int]
-    """The limit at which images have at most this number of tokens, and no more than now."""
+    """Return the limit at which images have at most this number of tokens, and no more than now."""
     written: Callable[["ImageRules", Settings], dict[str, Any]]
-    """The settings of an image processor that has the limit, by its present settings."""
+    """Return the settings to change in an image processor, from its present settings."""
 
 
 def limit_of(rules: "ImageRules", tokens: int) -> int:
-    """The limit of `rules` at which images have at most `tokens` tokens; the present limit if no limit says so for all shapes."""
+    """Return the limit of `rules` at which images have at most `tokens` tokens; the present limit if none fits all
+    shapes."""
     return _limit(rules).of_tokens(rules, tokens)
 
 
 def write_limit(folder: Path, rules: "ImageRules") -> None:
-    """Write `data.image_tokens` of `rules` into the processor's files in `folder`, as a limit that gives images at most as many."""
+    """Write the limit for `data.image_tokens` of `rules` into the processor's files in `folder`."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         content = read_json(folder / name)
         settings = content.get("image_processor") if name.startswith("processor") else content
@@ -73,7 +74,7 @@ def _options(rules: "ImageRules") -> dict[str, Any]:
 
 
 def _unit(rules: "ImageRules") -> int:
-    """Side in pixels of what one token shows."""
+    """Side in pixels of the square that one token shows."""
     return rules.patch_size * rules.merge
 
 

@@ -1,4 +1,5 @@
-"""Upright pixels of an image, in RGB or gray. Strips of rows are converted at a time, so that there are no whole copies in between.
+"""Upright pixels of an image, in RGB or gray. Strips of rows are converted one by one, which avoids copies of the whole
+image.
 
 Values of 16 bits are scaled to 8, as Pillow does for colors of 16 bits. Images whose values have no known range are refused:
 32-bit integers, signed integers and fractions.
@@ -14,8 +15,8 @@ from lean_ft.images.decoding_limits import RefusedImage
 
 _STRIP_PIXELS = 1 << 20
 _ORIENTATION = 0x0112
-# The operation that makes an image upright, by its orientation, and what it does to places: swaps the axes, or counts columns or rows
-# of the stored image from their end.
+# Orientation -> the operation that makes an image upright, whether it swaps the axes, and whether columns and rows of the stored
+# image are counted from their end.
 _TURNS = {
     2: (Image.Transpose.FLIP_LEFT_RIGHT, False, True, False),
     3: (Image.Transpose.ROTATE_180, False, True, True),
@@ -29,7 +30,7 @@ _OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _UNKNOWN_RANGE = {"I": "signed integers or integers of 32 bits", "F": "fractions"}
 _BITS, _COLORS = 258, 262  # tags of TIFF
 _WHITE_IS_ZERO = 0
-# Of PNG: Pillow spreads values of 2 and 4 bits over 8, and not the transparent one.
+# Of PNG: Pillow scales gray values of 2 and 4 bits to 8, but not the transparent value.
 _GRAY_STEPS = {"L;2": 85, "L;4": 17}
 
 
@@ -63,8 +64,8 @@ def is_upright(image: Image.Image) -> bool:
 
 
 class Upright:
-    """An image, decoded and held as it is stored, which gives upright pixels on white. It closes the image of a file when it has
-    another form of it, so that its memory is free."""
+    """A decoded image, held as it is stored, that returns upright pixels on white. `whole` closes the image of a file once it has
+    converted it, to free its memory."""
 
     def __init__(self, image: Image.Image) -> None:
         check_colors(image)
@@ -77,7 +78,7 @@ class Upright:
         elif isinstance(image, PngImageFile) and image.tile and isinstance(image.info.get("transparency"), int):
             image.info["transparency"] *= _GRAY_STEPS.get(str(image.tile[0][3]), 1)
         image.load()
-        vars(image).pop("_decoder", None)  # of WebP: it holds twice the image
+        vars(image).pop("_decoder", None)  # WebP's decoder holds twice the image
         self._image, self._mode = image, "L" if is_gray(image) else "RGB"
         width, height = image.size
         self.size = Size(height, width) if self._turn is not None and self._turn[1] else Size(width, height)
@@ -128,7 +129,7 @@ class Upright:
         return part.convert("RGB")
 
     def _of_8_bits(self, part: Image.Image) -> Image.Image:
-        """Gray pixels in their upper 8 bits."""
+        """Convert gray pixels of 16 bits to their upper 8 bits."""
         values = np.asarray(part)
         gray = (values >> (self._bits - 8)).astype(np.uint8)
         pixels = Image.fromarray(255 - gray if self._is_inverted else gray)

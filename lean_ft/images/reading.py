@@ -64,7 +64,7 @@ def reference(value: Any, folder: Path) -> bytes:
 def open_image(reference: bytes, rules: ImageRules | None = None) -> Image.Image:
     """Open an image without decoding it. Close it, or use it as a context manager.
 
-    rules: of the model that reads it, so that its memory for resizing counts. A JPEG beyond the limits is opened at a lower size.
+    rules: of the model's family, to count the memory for resizing too. A JPEG beyond the limits is opened at a lower size.
     Raises ValueError if the image is unreadable or takes too much memory, or if its file changed since its reference was made.
     """
     kind, _, rest = reference.partition(b":")

@@ -50,7 +50,8 @@ Text = Callable[[Tiling, list[tuple[int, int]]], tuple[str, tuple[int, ...]]]
 
 
 def _resizing_pixels(size: Size, target: Size) -> int:
-    """The most pixels that Pillow holds while it resizes one axis after the other; which comes first depends on the shape."""
+    """The most pixels that Pillow holds while it resizes one axis after the other. The shape decides which axis is
+    first."""
     if target == size:
         return math.prod(size)
     between = max(target.width * size.height, size.width * target.height)
@@ -74,7 +75,7 @@ class ImageRules:
     shifts_positions: bool  # rotary positions have three axes, and text behind an image continues at a shifted position
     max_tokens: int | None
     usual_limit: int | None = None  # `limit` before `limited`; None: they are equal
-    window: int | None = None  # tokens that a layer with a window sees, where programs differ for longer images
+    window: int | None = None  # tokens of the attention window, if programs differ for longer images
     marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
 
     def layout(self, size: Size) -> ImageLayout:
@@ -88,20 +89,17 @@ class ImageRules:
         """These rules with images scaled down to at most `max_tokens` tokens. Raises ValueError if images cannot have so few."""
         usual = self.limit if self.usual_limit is None else self.usual_limit
         rules = replace(self, max_tokens=None, limit=usual, usual_limit=usual)
-        limited = (
-            rules
-            if max_tokens is None
-            else replace(rules, max_tokens=max_tokens, limit=limits.limit_of(rules, max_tokens))
-        )
-        limited.layout(Size(1, 1))
-        return limited
+        if max_tokens is not None:
+            rules = replace(rules, max_tokens=max_tokens, limit=limits.limit_of(rules, max_tokens))
+        rules.layout(Size(1, 1))
+        return rules
 
     def check_window(self) -> None:
-        """Raise ValueError if images may be longer than a window in which programs show them differently."""
+        """Raise ValueError if images may be longer than the attention window, beyond which programs differ."""
         if self.window is not None and self.limit > self.window:
             raise ValueError(
-                f"images have up to {self.limit} tokens, and windows of this model's attention {self.window}. In transformers, a longer "
-                "image sees itself beyond the window in training and not in generation, and vLLM never shows that. Set "
+                f"images have up to {self.limit} tokens, and this model's attention has windows of {self.window}. Programs differ for longer "
+                "images: beyond the window, an image attends to itself in transformers' training, but not in its generation or in vLLM. Set "
                 f"data.image_tokens={self.window}, or max_soft_tokens in the model's folder."
             )
 
@@ -140,7 +138,8 @@ class ImageRules:
             yield pixels.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
 
     def working_bytes(self, size: Size, pixel_bytes: int) -> int:
-        """The most memory of the sizes of an image in `patches`. pixel_bytes: of a pixel, 1 in gray and 4 in RGB."""
+        """Peak memory of an image and its resized copies in `patches`. pixel_bytes: bytes of a pixel, 1 in gray and 4
+        in RGB."""
         cut = self._cut(size)
         steps = [(size, cut.thumbnail)] if cut.thumbnail is not None and not cut.thumbnail_of_resized else []
         for target in cut.sizes:
@@ -156,7 +155,7 @@ class ImageRules:
         return [tile] * (cut.rows * cut.columns) + thumbnail
 
     def _cut(self, size: Size) -> Tiling:
-        """The cut at the limit, or of an image that has more than `max_tokens` there, at the largest limit at which it has not."""
+        """The cut at the limit. If it has more than `max_tokens` tokens, the cut at the largest limit that does not."""
 
         def num_tokens(limit: int) -> int:
             return sum(rows * columns for rows, columns in self._tokens(self.cut(size, limit)))
@@ -267,9 +266,7 @@ class _Family:
     placeholder: str | None = None  # None: the token
     around: Mapping[str, str] = field(default_factory=dict)  # texts of `framed`
     text: Text | None = None  # None: `framed`
-    beside: tuple[
-        str, ...
-    ] = ()  # tokens around an image that no other field has: the chat template or `text` writes them
+    beside: tuple[str, ...] = ()  # further tokens around an image, which the chat template or `text` writes
     shifts_positions: bool = False
 
     def marks(self, added_tokens: Mapping[str, int]) -> frozenset[int]:

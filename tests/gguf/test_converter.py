@@ -143,7 +143,7 @@ def test_a_file_of_a_model_that_reads_images_comes_back_unchanged(case, tmp_path
     ("model_type", "remark"),
     [
         ("got_ocr2", "The language model is that of got_ocr2, for text alone: llama.cpp's converter writes no file of this family's vision tower"),
-        ("qwen3", "The run took the language model of qwen3_vl, and the file has it as a model of its own, for text alone."),
+        ("qwen3", "The run trained the language model of qwen3_vl alone, and the file is for text alone."),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_an_mmproj_file_is_reported(model_type, remark, tmp_path):
