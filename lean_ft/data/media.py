@@ -92,7 +92,7 @@ def _is_number(value: Any) -> bool:
 def _of_text(text: str) -> Medium | None:
     if text[:5].lower() == "data:" and (kind := text[5:20].partition("/")[0].lower()) in _WORDS:
         return Medium(kind, True)
-        is_long = len(text) > 60 and text.startswith(_IMAGES_IN_BASE64)
+    is_long = len(text) > 60 and text.startswith(_IMAGES_IN_BASE64)
     if is_long and re.match(r"[A-Za-z0-9+/=_-]+\Z", text[:200].strip()):
         return Medium("image", True)
     path = _FILE.fullmatch(text.strip()) if len(text) < 2048 and "." in text else None

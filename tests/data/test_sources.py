@@ -114,7 +114,10 @@ class TestAFunctionOfOnesOwn:
             assert Path.cwd() == here
         config = SFTDataConfig(source=source, format=f"{tmp_path / 'copies.py'}:g")
         problem = next(read_rows(config.source, config=config)).problem
-        assert problem is not None and "copies.py:g returned a value that cannot be copied (TypeError: cannot pickle" in problem
+        assert (
+            problem is not None
+            and "copies.py:g returned a value that cannot be copied (TypeError: cannot pickle" in problem
+        )
 
     @pytest.mark.parametrize("num_processes", [1, 2])
     def test_its_rows_are_those_of_a_file_that_has_them(
