@@ -145,7 +145,7 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             and (rows := _rows(value, prefix + name)) is not None
         ):
             value = _write_rows(rows, f"{prefix}{name}")
-        if name in ("environment", "environment_factory"):  # TRL's name, which is answered with ours
+        if name in ("environment", "environment_factory"):  # TRL's name, for which an error suggests ours
             try:
                 value = as_factory(value)
             except ValueError as error:

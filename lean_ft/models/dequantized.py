@@ -64,8 +64,8 @@ class ScaledTensor:
                 first, length, done = first + numbers.numel(), length - numbers.numel(), done + numbers.numel()
 
     def read_stored(self, key: str, part: Part) -> None:
-        """Fill this rank's part of the `numbers`, or of the `scales`: one per row and stretch of columns, which a block has one or
-        more of (`form_in_folder`)."""
+        """Fill this rank's part of the `numbers`, or of the `scales`: one per row and group of columns. A block has one or more groups
+        (`form_in_folder`)."""
         if key == "numbers":
             self.numbers.read_part(part)
             return
@@ -141,8 +141,8 @@ def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
 def form_in_folder(name: str, tensors: Sequence[Readable], shape: Sequence[int], dtype: torch.dtype) -> Frozen | None:
     """The form of a parameter whose pieces a folder stores as `tensors`, on the meta device; None if it is not quantized there.
 
-    If blocks of scales do not divide the columns, as in 576 columns and blocks of 128, the form has narrower ones that do (64), whose
-    scales are repeated: the values are the same.
+    If the blocks do not divide the columns, as in 576 columns and blocks of 128, the form has narrower blocks that do (64), with
+    repeated scales. The values are the same.
     """
     if isinstance(tensors[0], FourBitStack):
         return empty_mxfp4(shape, dtype)
@@ -197,7 +197,7 @@ def _four_bit_stack(name: str, stored: Mapping[str, StoredTensor]) -> FourBitSta
 
 
 def _piece(stored: Mapping[str, StoredTensor], name: str, *dtype_names: str) -> StoredTensor:
-    """A tensor of a quantized weight, which has one of these dtypes and is not empty."""
+    """Return a tensor of a quantized weight. Raises ValueError unless it has one of these dtypes and is not empty."""
     if name not in stored:
         raise ValueError(f"the weights lack {name}, which config.json's quantization_config requires.")
     piece = stored[name]

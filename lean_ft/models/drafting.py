@@ -1,7 +1,8 @@
 """Layers that draft tokens for speculative decoding (multi-token prediction, DeepSeek-V3 technical report, section 2.2).
 
-lean_ft does not compute them, like transformers. Their tensors are copied from folder to folder as they are stored, because servers
-stop at a config.json that promises layers without tensors. If they cannot be copied, the saved config.json promises none.
+Like transformers, lean_ft does not compute these layers. It copies their tensors into saved folders as they are stored, because
+servers refuse a config.json that promises layers without tensors. If the tensors cannot be copied, the saved config.json promises
+no such layers.
 """
 
 import math
@@ -39,10 +40,10 @@ def is_drafting(name: str, config: Mapping[str, Any]) -> bool:
 def drafting_of(
     own: Mapping[str, str | None], stored: Mapping[str, Readable], source: "Source", vocab_size: int
 ) -> dict[str, str]:
-    """The names of a folder's drafting tensors by their names in a folder of the language model, if all can be copied: their dtypes are
-    known, and those with a row per token have no row less than the model.
+    """Return the names of a folder's drafting tensors, by their names in a folder of the language model.
 
-    own: names in a folder of the language model by those of the folder.
+    Empty unless all can be copied: their dtypes are known, and those with a row per token have at least the rows of the model.
+    own: names in the folder -> names in a folder of the language model.
     """
     found = {place: name for name, place in own.items() if place is not None and is_drafting(place, source.config)}
     are_copied = all(
@@ -54,14 +55,14 @@ def drafting_of(
 
 
 def drafting_tensors(source: "Source") -> dict[str, Readable]:
-    """The tensors of `source.drafting`, to be copied. Raises ValueError if the folder is gone or has others now."""
+    """The tensors of `source.drafting`, to be copied. Raises ValueError if the folder no longer has them."""
     if not source.drafting or source.folder is None:
         return {}
     try:
-        stored = dequantized(stored_tensors(source.folder), source.quantization)
+        stored = dequantized(stored_tensors(source.start / source.folder), source.quantization)
         return {own: stored[name] for own, name in source.drafting.items()}
     except (OSError, KeyError, ValueError):
-        raise ValueError(f"{source.folder} does not have them any more") from None
+        raise ValueError(f"{source.folder} no longer has them") from None
 
 
 def drafting_bytes(source: "Source") -> int:
@@ -94,6 +95,6 @@ def drafting_remark(source: "Source") -> str:
 
 
 def lost_drafting(source: "Source") -> str:
-    """The line of an export whose format is that of the model alone."""
+    """A line for exports in a format without drafting layers; empty if the model has none."""
     has_any = source.drafting or num_drafting_layers(source.config)
     return "\nThe drafting layers of the model (multi-token prediction) are left out." if has_any else ""

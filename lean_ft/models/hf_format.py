@@ -236,7 +236,8 @@ def _meta_model(
         model.source.names = {model.source.name_in_whole(place): place for place in tensors_on_disk(model)}
     if (generation_config := folder / "generation_config.json").is_file():
         model.source.generation_config = generation_config.read_bytes()
-    elif model.source.part_of and (ends := model.source.end_ids):  # the whole's come before those of its text_config
+    elif model.source.part_of and (ends := model.source.end_ids):  # ids of the whole model win over those of its
+    text_config
         model.source.config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef
@@ -265,7 +266,7 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
     model.source.stacks = dict.fromkeys(stacks, are_transposed)
     own |= {name: tensor.transposed for name, tensor in stacks.items() if are_transposed}
     stored = _match(model, own, folder)
-    if not model.config.num_scores:  # a score drafts no tokens
+    if not model.config.num_scores:  # models that give scores draft no tokens
         model.source.drafting = drafting_of(names, whole, model.source, model.config.vocab_size)
     if model.source.part_of:
         # Some folders store a tied output layer too.

@@ -201,7 +201,7 @@ def write_file(
     """Write tensors to a file atomically, one at a time.
 
     All `ranks` call this with their parts of the same tensors. The bytes do not depend on the number of ranks. If one rank
-    fails, all raise. Tensors on the meta device are those of `copied`, which rank 0 reads and writes in pieces of some MiB.
+    fails, all raise. Rank 0 reads tensors on the meta device from `copied`, and writes them in pieces of some MiB.
     """
     parts = {name: tensor if isinstance(tensor, Part) else part_of(tensor) for name, tensor in tensors.items()}
     names = sorted(parts, key=lambda name: (_ORDER.index(parts[name].dtype), name))
@@ -267,7 +267,7 @@ def _write_part(stream: RawIOBase, part: Part, offset: int) -> None:
 
 
 def _copy(stream: RawIOBase, stored: Stored, place: Part, offset: int) -> None:
-    """Write a stored tensor, which starts at byte `offset`, some rows at a time; `place` has its shape and dtype."""
+    """Copy a stored tensor to byte `offset`, some rows at a time. place: a part with its shape and dtype."""
     num_rows, numel = (*place.shape, 1)[0], math.prod(place.shape)
     of_row = numel // max(1, num_rows)
     step = max(1, _COPIED_BYTES // max(1, of_row * place.dtype.itemsize))

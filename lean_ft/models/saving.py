@@ -134,8 +134,10 @@ def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part
 def _with_drafting(
     model: Decoder, parts: Mapping[str, Part], ranks: Ranks
 ) -> tuple[dict[str, Part], dict[str, Readable]]:
-    """The model's `parts` and as parts without values the tensors of its drafting layers, which are also returned as stored on rank 0,
-    the only one that reads them: a folder may be on the disk of one machine."""
+    """Add the tensors of the model's drafting layers to its `parts`, as parts without values.
+
+    On rank 0, also return the tensors as they are stored. Only rank 0 reads them: the folder may be on the disk of one machine.
+    """
     found = dict[str, Readable]()
 
     def find() -> dict[str, Any]:
@@ -153,7 +155,7 @@ def _with_drafting(
 
 
 def _check_apart(model: Decoder, folder: Path, split: Any, copied: Mapping[str, Readable]) -> None:
-    """Raise ValueError if a file that tensors are copied from would be replaced before they are read."""
+    """Raise ValueError if saving would replace a file before tensors are copied from it."""
     source = model.source.folder
     if copied and split.is_sharded and source is not None and source.resolve() == folder.resolve():
         raise ValueError(
@@ -162,7 +164,7 @@ def _check_apart(model: Decoder, folder: Path, split: Any, copied: Mapping[str, 
 
 
 def _place(shape: Sequence[int], dtype: torch.dtype | None) -> Part:
-    """The place of a tensor that is copied."""
+    """A part without values, for a tensor that is copied."""
     return part_of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 

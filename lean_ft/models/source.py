@@ -46,7 +46,8 @@ class Source:
 
     folder: Path | None = None
     start: Path = field(default_factory=Path.cwd)
-    """The current folder when the model was read, to which `folder` may be relative. A run may change it."""
+    """The current folder when the model was read, to which `folder` may be relative. User code may change the current
+    folder."""
     config: dict[str, Any] = field(default_factory=dict)
     """The folder's config.json, without its quantization; for a multimodal model, that of its language model."""
     part_of: str = ""
@@ -68,7 +69,7 @@ class Source:
     and in plans."""
     generation_config: bytes | None = None
     end_ids: list[int] = field(default_factory=list)
-    """The ids at which the folder's files ask to stop."""
+    """The ids that end a completion, by the folder's files."""
     score_is_new: bool = False
     """Whether the score layer of a reward model was added to a language model's folder."""
     unread: "Unread | None" = None

@@ -92,7 +92,7 @@ def weights_fingerprint(folder: Path) -> str | None:
     tensors, digest = stored_tensors(folder), hashlib.sha256()
     for name, stored in sorted(tensors.items()):
         digest.update(f"{name} {stored.dtype_name} {list(stored.shape)}\n".encode())
-        if stored.dtype is not None:  # others are of no use to a model
+        if stored.dtype is not None:  # no model has other dtypes
             for page in stored.pieces(4096, at_most=max(2, _FINGERPRINT_PAGES // len(tensors))):
                 digest.update(page)
     return digest.hexdigest()

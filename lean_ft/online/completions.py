@@ -34,7 +34,8 @@ class Completion:
     counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
     uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
     advantages: list[float] = field(default_factory=list)  # one per token, or one for all
-    # Whether the policy sampled a token that is trained; others are given, such as a tool's result, or belong to an image. Empty: all.
+    # Whether the policy sampled a token and trains on it. Others are given, such as a tool's result, or belong to an image. Empty: all
+    # tokens are.
     trained: list[bool] = field(default_factory=list)
     experts: str = ""  # with generation.router_replay, as in `Sample`
     episode: dict[str, Any] = field(default_factory=dict)  # of several turns: `Episode.told`
@@ -67,7 +68,7 @@ class Completion:
         """Set generalized advantages and returns. The steps are the sampled tokens: the value before one of them follows the value
         before the last sampled one."""
         sampled = torch.tensor(self.trained)
-        if not sampled.any():  # every token of it is one of those around an image
+        if not sampled.any():  # it has only tokens around images
             self.advantages = self.returns = [0.0] * len(self.ids)
             return
         rewards = -kl_weight * torch.tensor(self.of_tokens(self.divergences))[sampled]

@@ -63,7 +63,8 @@ class Environment:
     """
 
     def __init__(self, name: str, settings: ToolsConfig) -> None:
-        """settings: of limits. Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step` and methods."""
+        """settings: for the limits. Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step`
+        and methods."""
         self.name, self._make, self._settings = name, load_function(name), settings
         self.objects: list[Any] = []  # None: to be made
         self._threads: list[CallThread] = []  # of the objects
@@ -108,7 +109,8 @@ class Environment:
         return [] if self.has_steps else [getattr(environment, name) for name in names]
 
     def object(self, number: int) -> Any:
-        """The environment of this number, which is made if there is none. Raises ValueError if another number has the same one."""
+        """Return the environment of this number, and make it if there is none. Raises ValueError if another number has
+        the same object."""
         while len(self.objects) <= number:
             self.objects.append(None)
             self._threads.append(CallThread())
@@ -125,7 +127,7 @@ class Environment:
         return self._threads[number]
 
     def leave(self, number: int) -> None:
-        """Make a new environment later in place of one that hangs, and close that one without waiting."""
+        """Drop an environment that hangs, and close it without waiting. `object` then makes a new one."""
         hangs, self.objects[number] = self.objects[number], None
 
         def close() -> None:
@@ -171,7 +173,7 @@ class Environment:
                 action = self._action(number, text)
             except ValueError as error:
                 return Reply(self._text(f"error: {error}", "parse_action"), failed=True)
-            # What the user's own code made is not copied.
+            # The action comes from the user's own code, so it is not copied.
             found = self._call(number, partial(self.objects[number].step, action))
             if self._form == "gymnasium":
                 expected = "(observation, reward, terminated, truncated, info)"
@@ -196,7 +198,7 @@ class Environment:
         try:
             return json.loads(json.dumps(self._call(number, "state_dict")))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"state_dict returned what JSON cannot hold: {error}") from None
+            raise ValueError(f"state_dict returned a value that JSON cannot hold: {error}") from None
 
     def load_state(self, number: int, state: Any) -> None:
         self._call(number, "load_state_dict", (state,))
@@ -208,13 +210,13 @@ class Environment:
         arguments: Sequence[Any] = (),
         named: Mapping[str, Any] = {},
     ) -> Any:
-        """Call a method of an object, or what calls it. Raises Failed."""
+        """Call a method of an object, by its name or as a function. Raises Failed."""
         function = getattr(self.objects[number], method) if isinstance(method, str) else method
         how = {"seconds": self._settings.seconds, "thread": self._threads[number]}
         return call(function, arguments, named, what=f"environment={self.name}", **how)
 
     def _action(self, number: int, text: str) -> Any:
-        """Raises ValueError for a text that is no action; the model reads it."""
+        """Return the action for a text. Raises ValueError for a text that is no action; the model reads this error."""
         environment = self.objects[number]
         if hasattr(environment, "parse_action"):
             try:
@@ -231,7 +233,7 @@ class Environment:
         raise ValueError(f"this is no action. Actions: {space}.")
 
     def _beginning(self, found: Any) -> Any:
-        """What `reset` returned: a text, messages or None."""
+        """Check what `reset` returned. Return a text, messages or None."""
         if found is None or isinstance(found, str):
             return found if found is None else self._text(found, "reset")
         messages = as_json(found, "reset")
@@ -292,6 +294,6 @@ def failing(name: str, what: str, kind: type[Exception] = TrainingFailed) -> Ite
     except TrainingFailed:
         raise
     except Exception as error:
-        said = str(error) if isinstance(error, Failed | ValueError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, Failed | ValueError) else f"{type(error).__name__}: {error}"
         cause = error.error if isinstance(error, Failed) else error
-        raise kind(f"environment={name} {what}: {said}") from cause
+        raise kind(f"environment={name} {what}: {reason}") from cause

@@ -245,7 +245,8 @@ class Round:
         episode.messages += self._pending[place].messages
         ids = sample.ids[self._starts[place] :]
         self._starts[place] = len(sample.ids)
-        turns, turn = self._turns(place), self._turns(place).read(ids)
+        turns = self._turns(place)
+        turn = turns.read(ids)
         episode.turns += 1
         steps = environment is not None and environment.has_steps and not turn.calls
         episode.is_cut = bool(turn.calls or steps) and episode.turns > settings.calls
@@ -313,7 +314,7 @@ class Round:
                 return None
 
     def _leave(self, place: int, method: str, late: TookTooLong) -> None:
-        """Warn of an environment that does not return, and make another one for later rounds."""
+        """Warn about an environment that does not return, and drop it. Later rounds get a new one."""
         environment = self._all.environment
         assert environment is not None
         say("WARNING", f"environment={environment.name} in {method}: {late}. Its episode counts as cut")

@@ -66,7 +66,7 @@ class OnPolicy:
 
     def _batch(self, texts: list[tuple[Document, list[int]]]) -> Batch:
         rules = self._tokenizer.image_rules
-        never = frozenset[int]() if rules is None else rules.marks  # behind one of these, no image can come
+        never = frozenset[int]() if rules is None else rules.marks  # no image can follow a sampled one
         documents = [prompt.continued(answer, [token not in never for token in answer]) for prompt, answer in texts]
         kind = "padded" if self._data.packing == "none" else "flat"
         return batch_of(documents, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)

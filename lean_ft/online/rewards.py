@@ -236,7 +236,8 @@ class Rewards:
         return [_checked(name, values, prompts) for name, values in zip(names, found, strict=True)]
 
     def _settled(self, names: Sequence[str], found: Sequence[Any], seed: int) -> list[Any]:
-        """Wait for results that are awaitable, in the thread of the event loop, where torch has modes of its own."""
+        """Wait for results that are awaitable. The event loop runs in another thread, where torch's modes must be set
+        again."""
         waiting = [name for name, value in zip(names, found, strict=True) if inspect.isawaitable(value)]
         computes_gradients = torch.is_grad_enabled()
 
@@ -265,12 +266,12 @@ def _messages(one: Sample, text: str) -> list[dict[str, Any]]:
 def _begun(name: str, function: Function, taken: dict[str, Any], is_ours: bool, rows: slice) -> Any:
     """Call a reward function for these rows. Its result may be awaitable, or a Failed."""
     taken = {key: values[rows] if isinstance(values, list) else values for key, values in taken.items()}
-    # Ours change nothing. Environments are the objects themselves.
+    # Built-in functions change nothing. Environments are passed as they are.
     shared = taken if is_ours else {"environments": taken["environments"]} if "environments" in taken else {}
     copies = {key: values for key, values in taken.items() if key not in shared}
 
-    def listed(**taken: Any) -> Any:
-        found = function(**taken, **shared)
+    def listed(**copies: Any) -> Any:
+        found = function(**copies, **shared)
         return list(found) if isinstance(found, Iterator) else found
 
     return begin(listed, (), copies, what=f"the reward {name}")

@@ -64,7 +64,7 @@ class Rounds(Generic[BatchT]):
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
         self._shares_prompts, self.image_rules = share_prompts, prompts[0].text.image_rules
-        # Tokens that open and close an image: behind a sampled one, no image can come.
+        # Tokens that open and close an image: no image can follow a sampled one.
         self._never_trained = frozenset[int]() if self.image_rules is None else self.image_rules.marks
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
         self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row

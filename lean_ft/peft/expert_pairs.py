@@ -39,7 +39,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class StackedFactor:
-    """A matrix of a stack's adapter, (E * R, features) or (features, R * E), of the A or the B of all pairs."""
+    """The A or the B of a stack's adapter, from those of all pairs: (E * R, features), or (features, R * E) with
+    `experts_last`."""
 
     pairs: tuple[Pair, ...]
     num_experts: int
@@ -72,7 +73,7 @@ class StackedFactor:
 def stack_pairs(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     """The adapter with the pairs per expert as adapters of the model's stacks, under their names in the model.
 
-    Raises ValueError if the pairs do not fit the model, or are of DoRA.
+    Raises ValueError if the pairs do not fit the model, or belong to a DoRA adapter.
     """
     tensors, shapes = dict(adapter.tensors), dict(adapter.shapes)
     for place, experts in experts_of(model).items():
@@ -100,7 +101,7 @@ def stack_pairs(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
 
 
 def names_by_expert(model: Decoder) -> list[str]:
-    """The ends of the names that the layers of one expert, `*`, may have in an adapter of the model."""
+    """Return the ends of the names that an expert's layers may have in an adapter of the model. `*` is the expert."""
     place = next(iter(experts_of(model)), None)
     if place is None:
         return []

@@ -1,9 +1,10 @@
 """Patterns of layers' names in an adapter's config, matched as PEFT does: `re.match(rf"(.*\\.)?({pattern})$", name)`.
 
-So a pattern is a regular expression for a name or its last parts, in which a dot matches any character, and the first pattern that
-matches counts. The patterns come from files of strangers, and `re` can take exponential time. Here a name is matched by keeping the
-set of positions that a pattern can have reached, as the bits of one number (Thompson 1968, https://doi.org/10.1145/363347.363387),
-and the steps are counted. Patterns without repetitions and choices, of which there may be one per layer, are looked up.
+A pattern is a regular expression for a name or its last parts. A dot matches any character. The first pattern that matches counts.
+
+Adapter files are untrusted, and `re` can take exponential time. So matching keeps the set of positions that a pattern can have
+reached, as the bits of one number (Thompson 1968, https://doi.org/10.1145/363347.363387), and counts its steps. Patterns without
+repetitions and choices, of which there may be one per layer, are looked up in tables.
 
 Supported are characters, dots, escapes, classes, groups, choices, repetitions, and the anchors ^ and $.
 """
@@ -70,7 +71,7 @@ class NamePatterns(Generic[ValueT]):
         self._steps = 0
         self._values = list(patterns.values())
         self._general: list[tuple[int, _Choice]] = []
-        # Numbers of patterns, by the places of their dots, their length, whether they are whole names, and their text.
+        # The places of a pattern's dots, its length and whether it is a whole name -> its text -> its number.
         self._fixed: dict[tuple[tuple[int, ...], int, bool], dict[str, int]] = {}
         for number, pattern in enumerate(patterns):
             parsed = _Parser(pattern).whole()
@@ -121,9 +122,8 @@ class NamePatterns(Generic[ValueT]):
             case _Repeat(inner, least, most):
                 for _ in range(least):
                     reached = reached and self._after(inner, reached, name, masks)
-                if (
-                    isinstance(inner, _Atom) and most is None
-                ):  # a sum carries each position to the end of its run of matches
+                if isinstance(inner, _Atom) and most is None:
+                    # A sum carries each position to the end of its run of matches.
                     mask = self._mask(inner, name, masks)
                     return reached | (((reached & mask) + mask) ^ mask)
                 left, before = most, -1
@@ -145,7 +145,8 @@ class NamePatterns(Generic[ValueT]):
 
 
 def _fixed(pattern: _Choice) -> tuple[str, tuple[int, ...], bool] | None:
-    """The text, the places of its dots and whether it is a whole name, of a pattern that is only a row of characters."""
+    """Return a pattern's text, the places of its dots and whether it is a whole name; None unless it is only a row of
+    characters."""
     first, *others = pattern.sequences
     if others:
         return None
@@ -233,6 +234,6 @@ class _Parser:
 
     def _fail(self) -> NoReturn:
         raise ValueError(
-            f"{self._pattern!r}: character {self._place + 1} is no regular expression, or one that is not supported. Supported are "
+            f"{self._pattern!r}: cannot be read as a regular expression from character {self._place + 1} on. Supported are "
             "characters, dots, escapes, classes such as [0-9], groups, |, *, +, ?, {m,n}, ^ and $."
         )

@@ -111,7 +111,7 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
     """
     folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
     by_name = {name_in_language_model(name, SPELLINGS) or name: part for name, part in own.items()}
-    stored = cast(dict[str, StoredTensor], read_adapter(folder).tensors)  # nothing is stacked before it fits a model
+    stored = cast(dict[str, StoredTensor], read_adapter(folder).tensors)  # only `_with_own_names` stacks pairs
     read_same(stored, by_name, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
         if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies
@@ -369,7 +369,7 @@ def _lack(model: Decoder, name: str, what: str) -> str:
     if not stacks or not _OF_ONE_EXPERT.search(name):
         return f"which {what} does not have"
     known = f"{', '.join(names_by_expert(model))}, with * from 0 to {stacks[0].config.num_experts - 1}"
-    return f"a layer of one expert under a name or a number that is not read. Read are {known}"
+    return f"a layer of one expert with an unknown name or number. Expected {known}"
 
 
 def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:

@@ -31,7 +31,8 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
     In a vision tower that trains, patterns match as in PEFT, also by the names of transformers. If one of them begins with `vision`,
     the others match layers of the tower only if the language model has none of that name.
 
-    Raises ValueError if a pattern matches nothing, a layer that takes no adapter, or a tower alone that does not train.
+    Raises ValueError if a pattern matches nothing, a layer that takes no adapter, or only layers of a tower that does
+    not train.
     """
     modules = _layers(model)
     found: set[str] = set()
@@ -58,9 +59,9 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
 
 
 def _matched_in_tower(model: Decoder, modules: dict[str, nn.Module], pattern: str, *, is_alone: bool) -> list[str]:
-    """The layers of the vision tower with a weight that a pattern matches which does not begin with `vision`.
+    """Return the tower's layers with a weight that match a pattern without `vision` at its beginning.
 
-    is_alone: the pattern matches nothing in the language model. Raises ValueError then for a tower that does not train.
+    is_alone: the pattern matches nothing in the language model, so a match in a tower that does not train raises ValueError.
     """
     if model.vision is None or pattern == ALL_LINEAR:
         return []
@@ -122,7 +123,7 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
         is_layer = name.startswith("model.layers.") and not name.endswith((".mamba.out_proj", ".router.proj"))
         return is_layer and is_adaptable(module) and not isinstance(module, Router | nn.Embedding)
-    if name.startswith(TOWER) and not pattern.startswith("vision"):  # `_matched_in_tower`
+    if name.startswith(TOWER) and not pattern.startswith("vision"):  # see `_matched_in_tower`
         return False
     return matches_name(name, pattern)
 

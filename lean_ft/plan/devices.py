@@ -242,7 +242,7 @@ def measured_cpu() -> Device:
 _MAKERS = re.compile(r"^gpu \d+: |\(uuid: .*|nvidia|geforce|tesla|quadro|amd|instinct|gpu$")
 _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|vf")
 _MEMORY = re.compile(r"(\d+)gi?b?")
-_GIB_PER_GB = (0.95, 1.12)  # of the memory in a card's name, over what the driver leaves of it
+_GIB_PER_GB = (0.95, 1.12)  # memory in a card's name, divided by the memory that the driver reports
 
 
 def find_device(name: str) -> Device:
@@ -261,7 +261,7 @@ def find_device(name: str) -> Device:
 
 
 def _named(name: str) -> Device | None:
-    """The card of a full name: as it is, without its form factor, or without its memory, if that is the card's."""
+    """Return the card of a full name: as it is, without its form factor, or without a memory that fits the card's."""
     cards = {"".join(_words(card.name)): card for card in DEVICES.values()}
     words = _words(name)
     of_any_form = [word for word in words if not _FORM.fullmatch(word)]
@@ -292,9 +292,8 @@ def choose_device(name: str | None, setting: str) -> Device:
     if setting != "cpu" and torch.cuda.is_available():
         here = torch.cuda.get_device_properties(0)
         own = "".join(_words(here.name))
-        related = [
-            card for card in DEVICES.values() if "".join(_words(card.name)) in own
-        ]  # such as RTX 3090 of an RTX 3090 Ti
+        # Such as RTX 3090 for an RTX 3090 Ti.
+        related = [card for card in DEVICES.values() if "".join(_words(card.name)) in own]
         known = _named(here.name) or max(related, key=lambda card: len(card.name), default=DEVICES["A100 80GB"])
         return replace(
             known,

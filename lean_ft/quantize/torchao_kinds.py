@@ -164,8 +164,10 @@ def _kind_of(folder: Path) -> tuple[str, int]:
 
 
 def _check_pieces(file: Path, stored: Mapping[str, StoredTensor], like: Decoder, kind: str, group_size: int) -> None:
-    """Raise ValueError unless the file has the tensors of the model `like`, which is on the meta device, once it is quantized: the
-    numbers, scales and zero points of each weight, in their shapes and dtypes. Wider or narrower floats are compared later."""
+    """Raise ValueError unless the file has the numbers, scales and zero points of each weight, in their shapes and dtypes.
+
+    like: the model on the meta device, which is quantized here for comparison. Wider or narrower floats are compared later.
+    """
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     quantize(like, kind, group_size)

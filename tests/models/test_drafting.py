@@ -135,7 +135,7 @@ def test_those_that_cannot_be_copied_are_left_out_with_a_line(make_checkpoint, t
     model = load_model(folder)
     shutil.move(folder, tmp_path / "away")
     save_model(model, tmp_path / "saved")
-    assert f"saved without drafting layers: {folder} does not have them any more" in capsys.readouterr().out
+    assert f"saved without drafting layers: {folder} no longer has them" in capsys.readouterr().out
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert not any("enorm" in name for name in load_file(tmp_path / "saved" / "model.safetensors"))
     with_drafting(tmp_path / "saved", "glm4_moe", odd=torch.zeros(3, dtype=torch.complex64))

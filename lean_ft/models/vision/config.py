@@ -319,7 +319,7 @@ def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: st
         raise ValueError(f"{where}: text_config lacks mrope_section in its rotary settings, which images need.")
     same = {"head_dim": tower.head_dim, "num_key_value_heads": tower.num_heads} if tower.num_layers else {}
     vision.expect(**{name: value for name, value in same.items() if vision.get(name) is not None})
-    # Rotary positions turn pairs of features, by rows and by columns.
+    # Rotary positions rotate pairs of features, by rows and by columns.
     of_head, times = (1, "") if tower.rope_theta is None else (4, "4 times ")
     if tower.hidden_size % (of_head * tower.num_heads):
         raise vision.wrong("hidden_size", f"a multiple of {times}the number of attention heads, {tower.num_heads}")
