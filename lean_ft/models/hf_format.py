@@ -236,8 +236,7 @@ def _meta_model(
         model.source.names = {model.source.name_in_whole(place): place for place in tensors_on_disk(model)}
     if (generation_config := folder / "generation_config.json").is_file():
         model.source.generation_config = generation_config.read_bytes()
-    elif model.source.part_of and (ends := model.source.end_ids):  # ids of the whole model win over those of its
-    text_config
+    elif model.source.part_of and (ends := model.source.end_ids):  # the whole model's win over its text_config's
         model.source.config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if router_aux_loss_coef is not None:
         model.router_aux_loss_coef = router_aux_loss_coef

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 
-from lean_ft.system.redaction import CONTROL
+from lean_ft.system.redaction import on_one_line
 from lean_ft.system.user_functions import as_factory, as_setting
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -33,7 +33,7 @@ Device = Annotated[
 
 
 def _has_no_control_characters(name: Any) -> Any:
-    if CONTROL.search(str(name)) or re.search(r"[\t\n]", str(name)):
+    if on_one_line(str(name)) != str(name):
         raise ValueError(
             f"expected a path or a name on one line without control characters, found {str(name)!r}. Rename it: scripts, "
             "terminals and other programs that get this name could run a part of it."
@@ -41,7 +41,7 @@ def _has_no_control_characters(name: Any) -> Any:
     return name
 
 
-# A path, or a name that other programs get. They are written into scripts, commands to copy, and logs.
+# A path or a name. lean_ft writes it into scripts, printed commands and logs.
 Name = Annotated[str, AfterValidator(_has_no_control_characters)]
 FilePath = Annotated[Path, AfterValidator(_has_no_control_characters)]
 # `resume=true` and `resume=false`, as in other tools, are `auto` and `never`.
@@ -68,7 +68,7 @@ RegularExpression = Annotated[str, AfterValidator(_is_regular_expression)]
 FunctionName = Annotated[Name, BeforeValidator(as_setting)]
 # FILE.py:FUNCTION, a user's function. A union with this type needs AfterValidator(check_function).
 OwnFunction = Annotated[FunctionName, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
-# The same for a class, which stays a class, or a function that makes objects.
+# The same for a class or a function that makes objects. It is called for each object.
 OwnFactory = Annotated[
     Annotated[Name, BeforeValidator(as_factory)], Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})
 ]

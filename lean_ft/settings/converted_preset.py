@@ -26,14 +26,8 @@ from lean_ft.system import catalog
 
 Values = dict[str, Any]  # dotted key -> value
 MAX_REMARKS, MAX_CHARACTERS = 200, 1000
-_JOINED = (
-    "log.to",
-    "freeze",
-    "train",
-    "model.new_tokens",
-    "lora.targets",
-    "eval_tasks",
-)  # lists that several keys add to
+# Lists that several keys add to.
+_JOINED = ("log.to", "freeze", "train", "model.new_tokens", "lora.targets", "eval_tasks")
 
 
 @cache
@@ -181,12 +175,12 @@ class Preset:
             self.remark(f"{key}: {one.note}.")
 
     def _set(self, key: str, ours: str, value: Any) -> None:
-        """Set one of our settings. If another key has set it, lists are joined, our default word gives way to another, and two
-        other values get a remark."""
+        """Set one of our settings. If another key has set it, lists are joined, a default value is replaced, and two different
+        values get a remark."""
         before = self.settings.get(ours)
         if (earlier := self.given.get(ours)) is not None and before != value:
             default = _defaults(self.recipe).get(ours)
-            off = (None, default) if isinstance(default, bool | str) else (None,)  # a number is as good as another
+            off = (None, default) if isinstance(default, bool | str) else (None,)  # a default number may be meant
             if ours in _JOINED and isinstance(before, list) and isinstance(value, list):
                 value = [*before, *(one for one in value if one not in before)]
             elif value in off or key in self.assumed:
@@ -198,7 +192,7 @@ class Preset:
         self.settings[ours], self.given[ours] = value, key
 
     def share(self, found: Values) -> None:
-        """Set settings that a data set has, and that are for all rows."""
+        """Set settings that the tool has per data set, and lean_ft for all rows."""
         for name, value in found.items():
             before = self.settings.get(f"data.{name}", value)
             if before != value and f"data.{name}" in self.given:

@@ -141,8 +141,10 @@ class PromptDataConfig(RowsConfig):
         return self
 
     def rows(self, tools: list[dict[str, Any]]) -> "PromptRowsConfig":
-        """The same settings, for what reads all kinds of rows: `max_length` is the prompt's. tools: JSON schemas of the run's
-        tools, which the chat template writes into each prompt."""
+        """The same settings for code that reads all kinds of rows. `max_length` is the prompt's.
+
+        tools: JSON schemas of the run's tools, which the chat template writes into each prompt.
+        """
         shared = {name: getattr(self, name) for name in RowsConfig.model_fields}
         more = {"format": "prompts", "max_length": self.max_prompt_length, "tools": tools}
         return PromptRowsConfig.model_construct(**shared | more)

@@ -1,7 +1,7 @@
-"""Settings of axolotl and LLaMA-Factory that act together, or whose unit is the run, before each is converted by itself.
+"""Join settings of axolotl and LLaMA-Factory that act together, or whose unit is the run.
 
-Every function takes the settings of a configuration by dotted key, changes them so that each one stands for itself, and adds
-remarks on what gets lost.
+Every function takes the settings of a configuration by dotted key and changes them, so that each can be converted by itself. It
+adds remarks about settings that are lost.
 """
 
 import math
@@ -78,7 +78,7 @@ def join_axolotl(left: Values, preset: Preset) -> None:
         if left.get("sample_packing"):
             left.pop(key, None)
     if left.get("qat.activation_dtype") == "int8" and left.get("qat.weight_dtype") == "int4":
-        del left["qat.weight_dtype"]  # one kind stands for both
+        del left["qat.weight_dtype"]  # lean_ft has one kind for both
     if not left.get("tiled_mlp"):
         left.pop("tiled_mlp_num_shards", None)
     elif left.get("tiled_mlp_num_shards"):
@@ -96,7 +96,8 @@ def join_axolotl(left: Values, preset: Preset) -> None:
 
 
 def _join_dtype(left: Values) -> None:
-    """Without bf16 and fp16, axolotl loads and trains the weights in float32; without a word about them, in bfloat16."""
+    """axolotl loads and trains the weights in float32 if bf16 and fp16 are false, and in bfloat16 if they are not
+    given."""
     keys = ("bf16", "bfloat16", "fp16", "float16")
     if not any(left.get(key) is not None for key in keys):
         return
@@ -158,7 +159,7 @@ def join_axolotl_source(theirs: Values, preset: Preset) -> None:
     """Settings of one of axolotl's data sets."""
     _join_template(theirs, preset)
     if "from" in (theirs.get("message_property_mappings.role"), theirs.get("message_field_role")):
-        theirs.pop("type", None)  # the names of the keys say more: sharegpt
+        theirs.pop("type", None)  # the keys decide: sharegpt
     known: dict[str, str] = {"human": "user", "gpt": "assistant"}
     for key, names in list(theirs.items()):
         role = key.removeprefix("roles.")

@@ -245,9 +245,8 @@ class _Reader:
             return self.config_class.model_validate_json(json.dumps(self.values), strict=True), []
         except ValidationError as error:
             first_details: dict[str, Any] = {}
-            for detail in error.errors(
-                include_url=False
-            ):  # one for each alternative of a union: the first with a reason
+            # Of the errors of a union's alternatives, take the first with a reason.
+            for detail in error.errors(include_url=False):
                 key = self._owner([str(part) for part in detail["loc"]])
                 has_reason = "error" in detail.get("ctx", {})
                 if key not in first_details or (has_reason and "error" not in first_details[key].get("ctx", {})):

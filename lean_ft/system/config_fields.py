@@ -105,8 +105,8 @@ class ConfigFields:
 
 
 def end_ids(folder: Path) -> list[int]:
-    """The ids at which a model's folder asks to stop, as transformers reads them: those of generation_config.json, or without this
-    file those of config.json or of its text_config. Raises ValueError for anything but ids."""
+    """Return the ids that end a completion, as transformers reads them: from generation_config.json, or without this file from
+    config.json or its text_config. Raises ValueError for anything but ids."""
     file = folder / "generation_config.json"
     file = file if file.is_file() else folder / "config.json"
     settings = read_json(file)

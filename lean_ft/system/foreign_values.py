@@ -1,9 +1,9 @@
-"""The gate for values from outside: rows, tools, requests, observations, results of user code, variables of templates.
+"""Check values from outside: rows, tools, requests, observations, results of user code, variables of templates.
 
-`plain` walks every container and string, names of objects included. What it returns is a copy made of dicts with text as
-names, lists, texts, numbers, booleans and None: valid text, within one budget for depth and size, and without markers
-where a chat template reads it. Code behind the gate may rely on that. The limit of depth is ours, because the
-interpreter's own limit of recursion depends on the caller and is raised by libraries.
+`plain` walks every container and string, names of objects included. It returns a copy made of dicts with text as names, lists,
+texts, numbers, booleans and None: valid text, within one budget for depth and size, and without markers if a chat template reads
+it. Later code relies on that. The limit of depth is our own, because the interpreter's limit of recursion depends on the caller,
+and libraries raise it.
 
 Valid text has no half surrogate pair, which no file and no tokenizer can encode. Markers are the noncharacters U+FDD0 to
 U+FDEF, which Unicode reserves for a program's internal use; the renderer of chats uses them.
@@ -39,8 +39,10 @@ def plain(
     """Return a copy of `value` as JSON types.
 
     markers: allow them, in values that no chat template gets; finite: refuse NaN and infinity, which are not JSON; repair:
-    replace what is not valid text, as `valid_text` does, instead of refusing it; leaves: other types that are kept, such as bytes. Raises ValueError that names the place in `what` for half a surrogate pair, a marker,
-    another type, a name that is no text, and a value that is too deep or too large.
+    replace invalid text, as `valid_text` does, instead of refusing it; leaves: other types that are kept, such as bytes.
+
+    Raises ValueError that names the place in `what` for half a surrogate pair, a marker, another type, a name that is no text, and
+    a value that is too deep or too large.
     """
     try:
         return _Walk(unpack, markers, finite, repair, leaves).copy(value, 0)
@@ -111,13 +113,10 @@ class _Walk:
 
     def _container(self, value: dict[Any, Any] | list[Any], depth: int) -> Any:
         self._values -= len(value)
-        if depth >= MAX_DEPTH or self._values < 0:
-            most = (
-                f"is nested too deeply: more than {MAX_DEPTH}"
-                if depth >= MAX_DEPTH
-                else f"has more than {MAX_VALUES:,}"
-            )
-            raise _Problem(f"{most} {'containers' if depth >= MAX_DEPTH else 'values'}. Shorten it.")
+        if depth >= MAX_DEPTH:
+            raise _Problem(f"is nested too deeply: more than {MAX_DEPTH} containers. Shorten it.")
+        if self._values < 0:
+            raise _Problem(f"has more than {MAX_VALUES:,} values. Shorten it.")
         step: Any = None
         try:
             if isinstance(value, dict):
@@ -144,7 +143,7 @@ class _Walk:
             raise
 
     def _other(self, value: Any, depth: int) -> Any:
-        """Copy a value of a type that is not exactly one of JSON's: a template could call methods of it."""
+        """Copy a value whose type is not exactly one of JSON's, because a template could call its methods."""
         if isinstance(value, self._leaves):
             return value
         if isinstance(value, str):

@@ -26,7 +26,7 @@ SAVING = signal.SIGUSR1
 
 
 class Stopped(SystemExit):
-    """A signal ends the program: not an exit that user code asks for."""
+    """A signal ends the program, unlike an exit that user code requests."""
 
 
 class _Handlers(ABC):

@@ -39,8 +39,8 @@ _NAMED = re.compile(
 _GIVEN: dict[str, str] = {}  # absolute path of a run's folder -> the path that was given
 # Characters that move a terminal's cursor, end a line, reverse the order of letters, or are no text. Line feeds and tabs are not
 # among them.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_CONTROL_OR_BREAK = re.compile(CONTROL.pattern + r"|[\t\n]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_OR_BREAK = re.compile(_CONTROL.pattern + r"|[\t\n]")
 
 
 def redact(text: str) -> str:
@@ -98,7 +98,7 @@ def printable(text: str, max_characters: int | None = None) -> str:
 
 def escaped(text: str) -> str:
     """Return foreign text for a terminal: control characters become escapes such as `\\x1b`, and lines stay lines."""
-    return CONTROL.sub(_escape, text)
+    return _CONTROL.sub(_escape, text)
 
 
 def on_one_line(text: str) -> str:
@@ -117,7 +117,7 @@ def shorten_home(text: str) -> str:
 
 
 def shown_as_given(folder: Path) -> Path:
-    """Return the folder as an absolute path. Redacted text has the path as it was given."""
+    """Return the folder as an absolute path. Redacted text shows the path as it was given."""
     if not folder.is_absolute():
         _GIVEN[str(folder.absolute())] = str(folder)
     return folder.absolute()

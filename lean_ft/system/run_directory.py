@@ -86,7 +86,7 @@ def read_run(directory: Path, remark: str = "", *, quick: bool = False) -> Recor
 
 def parse_line(line: bytes) -> Row | None:
     """Parse a line of metrics.jsonl; None if it is not a whole line with a step, or has a value that no run writes: a number that
-    is not finite or too large to compute with, or no number where a table adds numbers."""
+    is not finite or too large to compute with, or another value where tables compute with numbers."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

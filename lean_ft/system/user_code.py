@@ -5,9 +5,9 @@
 - **Awaitables**: all are awaited on one event loop, so that connections stay open between functions and runs.
 - **Out**: `as_text` and `as_json`: valid text, or JSON types, in copies and within a size.
 - **Errors**: everything that the code raises is a `Failed`, also SystemExit, but not a signal that ends the run.
-- **Process**: the current folder is restored when no user code runs. A forked process that returns from the call ends: it would
-  go on as a second run. Buffered lines are written before a fork, which would write them again.
-- **End**: `closing` closes what was made in a run.
+- **Process**: the current folder is restored when no user code runs. A forked process that returns from the call ends,
+  because it would continue as a second run. Buffered lines are written before a fork, which would write them again.
+- **End**: `closing` closes the objects that were made in a run.
 
 It imports no torch, because each process of a tool imports it.
 """
@@ -73,7 +73,7 @@ class TookTooLong(Failed):
 
 
 class CallThread:
-    """A daemon thread that makes calls one after another. After a late call it is another thread."""
+    """A daemon thread that makes calls one after another. After a late call, a new thread takes its place."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] | None = None
@@ -168,7 +168,7 @@ def settle(
 
 
 def copied(value: Any) -> Any:
-    """A deep copy whose parts are all separate, also where the same row stands twice. Functions are the same."""
+    """Return a deep copy without shared parts, also if a list has the same row twice. Functions are not copied."""
     if type(value) is dict:
         return {copied(name): copied(one) for name, one in value.items()}
     if type(value) is list:
@@ -265,7 +265,7 @@ def _serve(calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | Non
 
 
 class _Loop:
-    """The event loop, in a thread of its own. If a function blocks it, later calls get a new one."""
+    """The event loop, in its own thread. If a function blocks it, later calls get a new loop."""
 
     def __init__(self) -> None:
         self._lock, self._loop = threading.Lock(), None
@@ -307,7 +307,7 @@ def _flush() -> None:
 
 
 def _after_fork() -> None:
-    """Threads do not live in a forked process."""
+    """A forked process has no other threads, so it needs a new loop and a free lock."""
     global _loop
     _loop, _Started._lock = _Loop(), threading.Lock()
     _Started._running.clear()
@@ -326,9 +326,9 @@ def _warn(text: str) -> None:
 
 
 def as_text(value: Any, what: str, most_characters: int) -> str:
-    """Return what `what` returned as valid text: JSON unless it is text. A longer one is cut, with a note.
+    """Return a result as valid text: a text as it is, any other value as JSON. Longer text is cut, with a note.
 
-    Raises ValueError, which names `what` and the type, for what is neither.
+    what: the function's name in messages. Raises ValueError that names the function and the type for any other object.
     """
     if not isinstance(value, str):
         made = as_json(value, what)
@@ -337,7 +337,7 @@ def as_text(value: Any, what: str, most_characters: int) -> str:
 
 
 def as_json(value: Any, what: str, otherwise: Callable[[Any], str] | None = None) -> Any:
-    """Return a copy of what `what` returned as JSON types of valid text. Numbers that are not finite become texts.
+    """Return a copy of a result as JSON types with valid text. Numbers that are not finite become texts.
 
     Sets become sorted lists; arrays, dataclasses, enums and models of pydantic become their values; dates, paths, decimal
     numbers and UUIDs become texts. otherwise: returns the text of other objects. Raises ValueError as `as_text`.
@@ -407,7 +407,7 @@ _to_close: list[Callable[[], None]] = []
 
 
 def close_later(close: Callable[[], None]) -> None:
-    """Call `close` when the run ends, or else with the program."""
+    """Call `close` when the run ends, or without a run when the program ends."""
     if not _to_close:
         atexit.register(_close_down_to, 0)
     _to_close.append(close)
@@ -415,7 +415,7 @@ def close_later(close: Callable[[], None]) -> None:
 
 @contextmanager
 def closing() -> Iterator[None]:
-    """Context manager that closes what was made in it, also after an error or a signal."""
+    """Context manager that calls what its block gave to `close_later`, also after an error or a signal."""
     before = len(_to_close)
     try:
         yield

@@ -58,7 +58,8 @@ _HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
 def as_setting(value: Any) -> Any:
     """Return the text that stands for a function, a callable object or a class in settings. Return other values unchanged.
 
-    A class becomes its object. Raises ValueError for a class that needs arguments, or whose objects cannot be called.
+    A class is called, and its object is used. Raises ValueError for a class that needs arguments, or whose objects
+    cannot be called.
     """
     if isinstance(value, type):
         kind = value.__name__
@@ -72,7 +73,7 @@ def as_setting(value: Any) -> Any:
 
 
 def as_factory(value: Any) -> Any:
-    """Return the text that stands for a class or a function that makes objects. Return text unchanged.
+    """Return the text for a class or a function that makes objects in settings. Return text and None unchanged.
 
     Raises ValueError for an object: each completion needs its own.
     """

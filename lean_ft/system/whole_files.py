@@ -79,7 +79,8 @@ def kind(value: Any) -> str:
 
 
 def why_unusable(error: Exception) -> str:
-    """Say in words what was wrong with foreign values, of which Python's own errors name types and operations of our code."""
+    """Describe in words what is wrong with foreign values, because Python's own errors name types and operations of our
+    code."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, TypeError | AttributeError | IndexError | AssertionError | ArithmeticError):

@@ -47,13 +47,8 @@ _ASSISTANT = "(assistant)"  # a variable that no template can name: id of each a
 # since jinja2 compiles it to `inf`.
 _FAILURES = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError, RuntimeError, MemoryError, NameError)
 
-_GIVEN = {
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "role",
-    "content",
-}  # what every caller passes, and keys of messages
+# Variables that every caller passes, and keys of messages.
+_GIVEN = {"messages", "tools", "add_generation_prompt", "role", "content"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -123,7 +118,8 @@ def _with_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def variables_of(source: str) -> frozenset[str]:
     """Return the variables that a template reads from outside, besides messages and tools.
 
-    A name that it also sets is one of them only if the template has a default for it: asks whether it is defined, or filters it.
+    A name that the template also sets counts only if the template has a default for it: a test `defined` or a filter
+    `default`.
     """
     environment = _environment()
     tree = environment.parse(source)

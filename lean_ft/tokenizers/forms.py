@@ -1,4 +1,4 @@
-"""Forms of messages: a chat is rendered in the form in which the chat template writes everything that it says.
+"""Forms of messages: a chat is rendered in a form in which the chat template writes all its texts.
 
 A template skips a role or a key that it does not know, without an error. So each text of a chat (contents, reasoning, names
 and arguments of calls, results) must be found in the rendering. If one is missing, or the template fails, other forms of the
@@ -7,7 +7,8 @@ under `function`, and developer messages as system messages. If no form is writt
 
 Reasoning may be left out: templates drop that of earlier turns, as they do when the model samples. That is reported.
 
-A short text may also stand elsewhere in the rendering. So the first chat of each shape (the roles, and the kinds of values) is
+A short text may also occur elsewhere in the rendering. So the first chat of each shape (the roles, and the kinds of
+values) is
 rendered once more with an anchor in each text (`lean_ft.tokenizers.turns.anchored`), and every anchor must arrive.
 """
 
@@ -26,7 +27,7 @@ Messages = list[dict[str, Any]]
 MOST_SHAPES = 4096
 _PROBE = {"probe": 0}
 _PROBE_TEXT = json.dumps(_PROBE)
-# Behind the last of these, an assistant's content is its answer; templates take what is in front for reasoning.
+# In an assistant's content, the answer follows the last of these. Templates treat the text before it as reasoning.
 _ENDS_OF_REASONING = (
     *("</think>", "</thinking>", "</thought>", "</reasoning>", "</seed:think>", "◁/think▷"),
     *("[/THINK]", "<|END_THINKING|>", "<channel|>"),
@@ -52,13 +53,13 @@ class WholeChat:
     text: str
     """The rendering, in which markers show generation blocks."""
     unread: tuple[str, ...] = ()
-    """What is not written."""
+    """Names of keys and tools that the template does not write."""
     developer_as_system: bool = False
     """Whether developer messages are written as system messages."""
 
 
 class Text(NamedTuple):
-    """A text that a message has."""
+    """A text of a message."""
 
     message: int
     part: Literal["content", "reasoning", "tool call"]
@@ -77,7 +78,8 @@ class Forms:
     ) -> WholeChat:
         """Return the chat in the first form that the template writes whole.
 
-        Raises ValueError for the chat as it is: the template rejects it, or leaves out a text.
+        Raises the ValueError of the unchanged chat if there is none: the template rejects the chat, or leaves out a
+        text.
         """
         rendering = _Rendering(self.template, tools, prompt, variables)
         shape = tuple(map(_shape, messages)), tools is None, prompt, repr(variables)

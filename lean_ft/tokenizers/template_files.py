@@ -1,4 +1,4 @@
-"""Where a model folder has its chat templates: files, or fields of other files."""
+"""The places of chat templates in a model folder: files, or fields of other files."""
 
 from collections.abc import Mapping
 from pathlib import Path

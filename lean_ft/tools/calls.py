@@ -1,7 +1,7 @@
 """Tool calls in the text of an assistant's turn, in the form that each family of models writes.
 
-A malformed call becomes a call with an `error`, which the model gets instead of a result, and its text stays in the turn's content. Qwen3-Coder and GLM write a
-parameter's value as plain text. The tool's schema says whether the value is that text, or JSON.
+A malformed call becomes a call with an `error`, which the model gets instead of a result, and its text stays in the turn's
+content. Qwen3-Coder and GLM write a parameter's value as plain text. The tool's schema says whether the value is that text, or JSON.
 """
 
 import ast

@@ -1,7 +1,7 @@
-"""What turns rows and images into tokens, in the folder of a model: so that other programs show the model what its run showed it.
+"""Write into a model's folder how its run turned rows and images into tokens, so that other programs do the same.
 
-Settings that a file can say are written into it: a chat template with its variables, the limit of images, new tokens, the pad token.
-The others are sentences that an export and a model card print.
+Settings that a file can hold are written: a chat template with its variables, the limit of images, new tokens, the pad token.
+For the others, an export and a model card print sentences.
 """
 
 import shutil
@@ -20,7 +20,7 @@ from lean_ft.tokenizers.template_files import write_templates
 # Settings that files of the folder have: `save_view`, and the tokenizer's own files.
 IN_FILES = ("data.chat_template", "data.chat_template_kwargs", "data.image_tokens", "model.new_tokens")
 # Settings that no file has, with a sentence for people who use the model elsewhere.
-TOLD: Mapping[str, Callable[[Any], str]] = {
+SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "data.system": lambda text: f"begin each chat with the run's system message (data.system): {text!r}",
     "data.chat": lambda chat: "" if chat else "give prompts as plain text, without the chat template, as the run did (data.chat=false)",
     "data.separator": lambda text: f"end each prompt with {text!r}, as the run did (data.separator)",
@@ -50,8 +50,8 @@ def rules_of(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ImageRules | 
 
 
 def not_in_files(settings: Mapping[str, Any], rules: ImageRules | None = None) -> list[str]:
-    """Sentences about what no file of a model's folder says. rules: of a run with images."""
-    told = [tell(settings[name]) for name, tell in TOLD.items() if settings.get(name) is not None]
+    """Sentences about settings that no file of a model's folder holds. rules: of a run with images."""
+    sentences = [write(settings[name]) for name, write in SENTENCES.items() if settings.get(name) is not None]
     if rules is not None and (images := difference(rules)):
-        told.append(f"the run scaled images down to data.image_tokens={rules.max_tokens}; {images}")
-    return [sentence for sentence in told if sentence]
+        sentences.append(f"the run scaled images down to data.image_tokens={rules.max_tokens}; {images}")
+    return [sentence for sentence in sentences if sentence]

@@ -142,8 +142,8 @@ def wide(tensors):
 
 
 REFUSED = {
-    "a name": (rename("gate_proj", "wi_0"), {}, r"adapts model.layers.0.mlp.experts.0.wi_0, a layer of one expert under a name or"
-               r" a number that is not read. Read are experts.\*.gate_proj, experts.\*.up_proj, experts.gate_up_projs.\*"),
+    "a name": (rename("gate_proj", "wi_0"), {}, r"adapts model.layers.0.mlp.experts.0.wi_0, a layer of one expert with an unknown"
+               r" name or number. Expected experts.\*.gate_proj, experts.\*.up_proj, experts.gate_up_projs.\*"),
     "a number": (rename(r"experts\.3", "experts.90"), {}, r"experts.90.down_proj, a layer of one .* \* from 0 to 5"),
     "DoRA": (dict, {"use_dora": True}, "is a DoRA adapter with magnitudes of single experts"),
     "no B": (without("0.mlp.experts.1.up_proj.lora_B.weight"), {}, "lacks model.layers.0.mlp.experts.1.up_proj.lora_B.weight"),

@@ -20,7 +20,7 @@ from lean_ft.settings import ModelConfig
 from lean_ft.settings import data as data_settings
 from lean_ft.settings.data import RowsConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training.view import IN_FILES, TOLD
+from lean_ft.training.view import IN_FILES, SENTENCES
 from tests.recipes.conftest import config_of, run_recipe
 
 # Settings that decide which rows there are, where they are cut, what is trained, or how weights are stored.
@@ -41,9 +41,9 @@ def test_each_setting_of_rows_is_in_files_or_told_or_not_the_view() -> None:
     kinds = [one for one in vars(data_settings).values() if isinstance(one, type) and issubclass(one, RowsConfig)]
     names = {f"data.{name}" for kind in kinds for name in kind.model_fields}
     names |= {f"model.{name}" for name in ModelConfig.model_fields}
-    unknown = {name for name in names if name.partition(".")[2] not in NOT_THE_VIEW.split()} - {*IN_FILES, *TOLD}
+    unknown = {name for name in names if name.partition(".")[2] not in NOT_THE_VIEW.split()} - {*IN_FILES, *SENTENCES}
     assert not unknown, "decide whether other programs must know it: lean_ft/training/view.py"
-    assert {name for name in (*IN_FILES, *TOLD) if name.startswith(("data.", "model."))} <= names
+    assert {name for name in (*IN_FILES, *SENTENCES) if name.startswith(("data.", "model."))} <= names
 
 
 @pytest.fixture(scope="module")
