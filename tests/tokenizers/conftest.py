@@ -7,6 +7,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
+from lean_ft.tokenizers import Tokenizer, load_tokenizer
+
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>"]
 PLAIN_ADDED_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
@@ -98,3 +100,20 @@ def byte_level() -> HFTokenizer:
 @pytest.fixture(scope="session", params=["first", "always"])
 def word_start(request: pytest.FixtureRequest) -> HFTokenizer:
     return word_start_tokenizer(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(
+    request: pytest.FixtureRequest, byte_level: HFTokenizer, make_folder: Callable[..., Path]
+) -> Callable[[str], Tokenizer]:
+    """Returns a tokenizer with a chat template. The list `CONTROL` of the test's module has its control tokens, bos and eos first."""
+    control: list[str] = request.module.CONTROL
+    tokenizer = HFTokenizer.from_str(byte_level.to_str())
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    folder = make_folder(tokenizer, bos_token=control[0], eos_token=control[1])
+
+    def make(template: str) -> Tokenizer:
+        (folder / "chat_template.jinja").write_text(template)
+        return load_tokenizer(folder)
+
+    return make

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as HFTokenizer
 
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers import Tokenizer
 
 NUM_TEMPLATES = 500
 CONTROL = ["<|a|>", "<|b|>"]
@@ -110,19 +108,6 @@ def missing(messages: list[dict[str, Any]], text: str) -> set[str]:
         found |= {"reasoning" for thought in thoughts if thought and thought not in text}
         found |= {"text" for word in words_in({k: v for k, v in rest.items() if k != "role"}) if word not in text}
     return found
-
-
-@pytest.fixture(scope="module")
-def tokenizer_of(byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> Callable[[str], Tokenizer]:
-    tokenizer = HFTokenizer.from_str(byte_level.to_str())
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
-    folder = make_folder(tokenizer, bos_token="<|a|>", eos_token="<|b|>")
-
-    def make(template: str) -> Tokenizer:
-        (folder / "chat_template.jinja").write_text(template)
-        return load_tokenizer(folder)
-
-    return make
 
 
 def checked(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any) -> bool:

@@ -7,15 +7,12 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as HFTokenizer
 
-from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
+from lean_ft.tokenizers import Passage, Tokenizer
 
 NUM_TEMPLATES = 600
 CONTROL = [
@@ -203,19 +200,6 @@ def random_chat(draw: random.Random) -> list[dict[str, Any]]:
 def solid(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """The characters of a text that are not whitespace, each with its mask."""
     return [(character, trained) for text, trained in pieces for character in text if not character.isspace()]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_of(byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> Callable[[str], Tokenizer]:
-    tokenizer = HFTokenizer.from_str(byte_level.to_str())
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
-    folder = make_folder(tokenizer, bos_token="<bos>", eos_token="<eos>")
-
-    def make(template: str) -> Tokenizer:
-        (folder / "chat_template.jinja").write_text(template)
-        return load_tokenizer(folder)
-
-    return make
 
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_TEMPLATES, 150))
