@@ -19,7 +19,7 @@ from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataSource, RowsConfig, Sources
 from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.spelling import nearest
-from lean_ft.system.user_code import Failed, call, copied
+from lean_ft.system.user_code import Caller, Failed, copied
 from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, line_in, load_function
 
 EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging Face dataset (org/name)"
@@ -132,7 +132,7 @@ def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> 
     """Apply the user's function to each row. It returns fields, a text, messages, or None to skip the row. Update `digest` with
     the results."""
     with slow_calls_reported(f"data.format={name}") as began:
-        convert = load_function(name)
+        convert, caller = load_function(name), Caller(f"data.format={name}")
         began[0] = math.inf
         for row in rows:
             if row.problem is not None:
@@ -140,7 +140,7 @@ def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> 
                 continue
             began[0], made, problem = time.monotonic(), None, None
             try:
-                made = copied(call(convert, (row.fields,), what=f"data.format={name}"))
+                made = copied(caller.call(convert, row.fields))
             except Failed as failed:
                 file = Path(name.rpartition(":")[0]).expanduser().resolve()
                 place = line_in(Path(PASSED[name].file) if name in PASSED else file, failed.error)

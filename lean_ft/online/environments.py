@@ -20,7 +20,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from numbers import Integral
@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 from lean_ft.settings import ToolsConfig
 from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.user_code import (
+    Caller,
     CallThread,
     Failed,
     as_json,
     as_text,
-    call,
     close_later,
     close_objects,
     cut,
@@ -116,7 +116,7 @@ class Environment:
             self._threads.append(CallThread())
         if self.objects[number] is None:
             with slow_calls_reported(f"environment={self.name}, which is being made,"):
-                made = call(self._make, what=f"environment={self.name}", thread=self._threads[number])
+                made = Caller(f"environment={self.name}", thread=self._threads[number]).call(self._make)
             if any(one is made for one in self.objects if one is not None):
                 raise ValueError("it returned the same object twice, and each completion needs its own")
             self.objects[number] = made
@@ -132,7 +132,7 @@ class Environment:
 
         def close() -> None:
             with suppress(Failed, AttributeError):
-                call(hangs.close, what=f"environment={self.name}")
+                Caller(f"environment={self.name}").call(hangs.close)
 
         Thread(target=close, daemon=True).start()
 
@@ -149,15 +149,15 @@ class Environment:
         with slow_calls_reported(f"environment={self.name}"):
             match self._form:
                 case "row":
-                    return self._beginning(self._call(number, "reset", (row,)))
+                    return self._beginning(self._call(number, "reset", row))
                 case "methods":
-                    return self._beginning(self._call(number, "reset", (), row))
+                    return self._beginning(self._call(number, "reset", **row))
                 case "gymnasium":
-                    found = self._call(number, "reset", (), {"seed": seeded["seed"], "options": row})
+                    found = self._call(number, "reset", seed=seeded["seed"], options=row)
                     seen, _ = _parts(found, 2, "reset", "(observation, info)")
                 case _:
                     names = [name for name in seeded if self._names is None or name in self._names]
-                    found = self._call(number, "reset", (), {name: seeded[name] for name in names})
+                    found = self._call(number, "reset", **{name: seeded[name] for name in names})
                     seen = getattr(found, "observation", found)
             text = self._written(number, seen, "reset")
         return f"\n{text}" if text else None
@@ -165,7 +165,7 @@ class Environment:
     def step(self, number: int, text: str) -> Reply:
         """Act, and return what follows."""
         if self._form == "row":
-            found = self._call(number, "step", (text,))
+            found = self._call(number, "step", text)
             seen, reward, done = _parts(found, 3, "step", "(observation, reward, whether the episode is over)")
             seen = "" if seen is None else self._text(seen, "step")
         else:
@@ -201,26 +201,20 @@ class Environment:
             raise ValueError(f"state_dict returned a value that JSON cannot hold: {error}") from None
 
     def load_state(self, number: int, state: Any) -> None:
-        self._call(number, "load_state_dict", (state,))
+        self._call(number, "load_state_dict", state)
 
-    def _call(
-        self,
-        number: int,
-        method: str | Callable[..., Any],
-        arguments: Sequence[Any] = (),
-        named: Mapping[str, Any] = {},
-    ) -> Any:
+    def _call(self, number: int, method: str | Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         """Call a method of an object, by its name or as a function. Raises Failed."""
         function = getattr(self.objects[number], method) if isinstance(method, str) else method
-        how = {"seconds": self._settings.seconds, "thread": self._threads[number]}
-        return call(function, arguments, named, what=f"environment={self.name}", **how)
+        caller = Caller(f"environment={self.name}", self._settings.seconds, self._threads[number])
+        return caller.call(function, *arguments, **named)
 
     def _action(self, number: int, text: str) -> Any:
         """Return the action for a text. Raises ValueError for a text that is no action; the model reads this error."""
         environment = self.objects[number]
         if hasattr(environment, "parse_action"):
             try:
-                return self._call(number, "parse_action", (text,))
+                return self._call(number, "parse_action", text)
             except Failed as failed:
                 if isinstance(failed.error, ValueError):
                     raise ValueError(str(failed.error)) from None

@@ -43,7 +43,7 @@ from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.unchanged_process import UnchangedProcess
-from lean_ft.system.user_code import Failed, as_json, begin, finite_number, settle
+from lean_ft.system.user_code import Caller, Failed, as_json, finite_number, settle
 from lean_ft.system.user_functions import check_function, load_function, without_os_exit
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
@@ -274,7 +274,7 @@ def _begun(name: str, function: Function, taken: dict[str, Any], is_ours: bool, 
         found = function(**copies, **shared)
         return list(found) if isinstance(found, Iterator) else found
 
-    return begin(listed, (), copies, what=f"the reward {name}")
+    return Caller(f"the reward {name}").begin(listed, **copies)
 
 
 def _taken(name: str, function: Function, given: dict[str, Any]) -> dict[str, Any]:

@@ -12,21 +12,16 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
-from lean_ft.system.user_code import Failed, TookTooLong, as_text, call, cut, error_text
+from lean_ft.system.user_code import Caller, Failed, TookTooLong, as_text, cut, error_text
 from lean_ft.system.user_functions import load_function
 
 
 def outcome_of(
-    function: Callable[..., Any],
-    arguments: dict[str, Any],
-    most_characters: int,
-    name: str = "",
-    **how: Any,
+    caller: Caller, function: Callable[..., Any], arguments: dict[str, Any], most_characters: int
 ) -> tuple[str, bool]:
-    """Call a tool. Return its result as text, and whether it failed. how: as for `call`. Raises TookTooLong."""
-    what = f"the tool {name or getattr(function, '__name__', 'function')}"
+    """Call a tool. Return its result as text, and whether it failed. Raises TookTooLong."""
     try:
-        return as_text(call(function, (), arguments, what=what, **how), what, most_characters), False
+        return as_text(caller.call(function, **arguments), caller.what, most_characters), False
     except TookTooLong:
         raise
     except Failed as failed:
@@ -43,7 +38,9 @@ def answer_a_call() -> None:
     os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))  # or the run would wait for that process too
     os.dup2(2, 1)  # what the tool prints is no result
     try:
-        outcome = outcome_of(load_function(asked["function"]), asked["arguments"], asked["characters"])
+        function = load_function(asked["function"])
+        caller = Caller(f"the tool {getattr(function, '__name__', 'function')}")
+        outcome = outcome_of(caller, function, asked["arguments"], asked["characters"])
     except BaseException as error:  # of the file
         outcome = error_text(error, asked["characters"]), True
     json.dump(outcome, answers)

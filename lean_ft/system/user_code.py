@@ -1,7 +1,7 @@
 """Call code of the user: tools, environments, rewards, and formats of rows. All of it has one contract.
 
 - **In**: copies (`copied`), one for each call. What the code changes reaches no other call, no later epoch and no file.
-- **Time**: `call` waits for at most so many seconds. Python cannot end a thread, so a late call runs on, without effect.
+- **Time**: a `Caller` waits for at most `seconds`. Python cannot end a thread, so a late call runs on, without effect.
 - **Awaitables**: all are awaited on one event loop, so that connections stay open between functions and runs.
 - **Out**: `as_text` and `as_json`: valid text, or JSON types, in copies and within a size.
 - **Errors**: everything that the code raises is a `Failed`, also SystemExit, but not a signal that ends the run.
@@ -93,51 +93,40 @@ class CallThread:
             self._calls = None
 
 
-def call(
-    function: Callable[..., Any],
-    arguments: Sequence[Any] = (),
-    named: Mapping[str, Any] = {},
-    *,
-    what: str,
-    seconds: float | None = None,
-    thread: CallThread | None = None,
-) -> Any:
-    """Call a function with copies of its arguments, and wait for its result.
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """Calls user code with copies of its arguments. Without `seconds` and `thread`, the code runs in this thread."""
 
-    what: the function's name in messages; seconds: the longest time; thread: where the calls of an object run. Without either,
-    the function runs in this thread. Raises Failed, and TookTooLong.
-    """
-    result = begin(function, arguments, named, what=what, seconds=seconds, thread=thread)
-    (result,) = settle([result], [what], seconds)
-    if isinstance(result, Failed):
-        raise result from result.error
-    return result
+    what: str
+    """Name of the code in messages."""
+    seconds: float | None = None
+    """The longest time of a call."""
+    thread: CallThread | None = None
+    """The thread in which all calls of an object run."""
 
+    def call(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        """Call a function, and wait for its result. Raises Failed, and TookTooLong."""
+        (result,) = settle([self.begin(function, *arguments, **named)], [self.what], self.seconds)
+        if isinstance(result, Failed):
+            raise result from result.error
+        return result
 
-def begin(
-    function: Callable[..., Any],
-    arguments: Sequence[Any] = (),
-    named: Mapping[str, Any] = {},
-    *,
-    what: str,
-    seconds: float | None = None,
-    thread: CallThread | None = None,
-) -> Any:
-    """Call a function as `call` does. Return its result, which may be awaitable, or a Failed."""
-    taken = [copied(one) for one in arguments], {name: copied(one) for name, one in named.items()}
-    started = _Started(what)
-    if (thread is None and seconds is None) or inspect.iscoroutinefunction(function):
-        return started.make(function, *taken)
-    own = thread or CallThread()
-    try:
-        return own.submit(partial(started.make, function, *taken)).result(seconds)
-    except TimeoutError:
-        own.end()  # it is still busy, so later calls of the object get another thread
-        started.leave()
-        return TookTooLong(seconds or 0.0, runs_on=True)
-    finally:
-        if thread is None:
-            own.end()
+    def begin(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        """Call a function. Return its result, which may be awaitable, or a Failed."""
+        taken = [copied(one) for one in arguments], {name: copied(one) for name, one in named.items()}
+        started = _Started(self.what)
+        if (self.thread is None and self.seconds is None) or inspect.iscoroutinefunction(function):
+            return started.make(function, *taken)
+        thread = self.thread or CallThread()
+        try:
+            return thread.submit(partial(started.make, function, *taken)).result(self.seconds)
+        except TimeoutError:
+            thread.end()  # it is still busy, so later calls of the object get another thread
+            started.leave()
+            return TookTooLong(self.seconds or 0.0, runs_on=True)
+        finally:
+            if self.thread is None:
+                thread.end()
 
 
 def settle(

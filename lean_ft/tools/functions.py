@@ -24,7 +24,7 @@ from lean_ft.system.log import say
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.tool_process import outcome_of
 from lean_ft.system.unchanged_process import UnchangedProcess
-from lean_ft.system.user_code import CallThread, TookTooLong, error_text
+from lean_ft.system.user_code import Caller, CallThread, TookTooLong, error_text
 from lean_ft.system.user_functions import PASSED, load_function, without_os_exit
 from lean_ft.tools.calls import Call
 from lean_ft.tools.schemas import json_schema
@@ -142,9 +142,9 @@ class Tools:
         with self._slots:
             if self._settings.process and text:
                 return self._in_process(text, call.arguments)
-            how = {"name": call.name, "seconds": seconds, "thread": None if method is None else thread}
+            caller = Caller(f"the tool {call.name}", seconds, None if method is None else thread)
             try:
-                return outcome_of(method or function, call.arguments, most, **how)
+                return outcome_of(caller, method or function, call.arguments, most)
             except TookTooLong as late:
                 if late.runs_on and call.name not in self._reported:
                     self._reported.add(call.name)

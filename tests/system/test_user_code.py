@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lean_ft.system.interrupts import OutsideTraining
-from lean_ft.system.user_code import CallThread, Failed, TookTooLong, call, closing, copied
+from lean_ft.system.user_code import Caller, CallThread, Failed, TookTooLong, closing, copied
 
 
 def test_a_copy_has_no_part_in_common() -> None:
@@ -40,10 +40,10 @@ def test_the_current_folder_is_restored_when_no_call_runs(tmp_path: Path, capsys
         return os.getcwd()
 
     found: list[str] = []
-    other = threading.Thread(target=lambda: found.append(call(stays, what="stays", seconds=30)))
+    other = threading.Thread(target=lambda: found.append(Caller("stays", seconds=30).call(stays)))
     other.start()
     inside.wait(20)
-    assert call(os.getcwd, what="ends") == str(tmp_path)
+    assert Caller("ends").call(os.getcwd) == str(tmp_path)
     leave.set()
     other.join()
     assert (found, os.getcwd()) == ([str(tmp_path)], here)
@@ -57,39 +57,39 @@ def test_the_current_folder_is_restored_when_no_call_runs(tmp_path: Path, capsys
         os.chdir(tmp_path)
 
     for change in (deletes, changes, lambda: os.chdir(tmp_path)):
-        call(change, what="changes")
+        Caller("changes").call(change)
         assert os.getcwd() == here
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
     assert [line.split()[1] for line in said] == ["stays", "changes"]
     with pytest.raises(TookTooLong):
-        call(lambda: os.chdir(tmp_path) or time.sleep(2), what="hangs", seconds=0.2)
+        Caller("hangs", seconds=0.2).call(lambda: os.chdir(tmp_path) or time.sleep(2))
     assert os.getcwd() == here
 
 
 def test_a_late_call_leaves_the_thread_to_later_ones() -> None:
     thread = CallThread()
-    assert call(threading.get_ident, what="a", thread=thread) == call(threading.get_ident, what="b", thread=thread)
+    assert Caller("a", thread=thread).call(threading.get_ident) == Caller("b", thread=thread).call(threading.get_ident)
     with pytest.raises(TookTooLong, match="longer than tools.seconds=0.2"):
-        call(time.sleep, (5,), what="c", seconds=0.2, thread=thread)
-    assert call(lambda: "next", what="d", seconds=5, thread=thread) == "next"
+        Caller("c", seconds=0.2, thread=thread).call(time.sleep, 5)
+    assert Caller("d", seconds=5, thread=thread).call(lambda: "next") == "next"
 
     async def waits(seconds: float) -> Any:
         await asyncio.sleep(seconds)
         raise TimeoutError("own")
 
     with pytest.raises(Failed, match="TimeoutError: own"):
-        call(waits, (0,), what="e", seconds=5, thread=thread)
+        Caller("e", seconds=5, thread=thread).call(waits, 0)
     with pytest.raises(TookTooLong) as late:
-        call(waits, (60,), what="f", seconds=0.2, thread=thread)
+        Caller("f", seconds=0.2, thread=thread).call(waits, 60)
     assert not late.value.runs_on  # a coroutine ends
 
 
 def test_a_signal_is_no_error_of_the_function() -> None:
     with OutsideTraining("leanft run"), pytest.raises(SystemExit) as stopped:
-        call(lambda: os.kill(os.getpid(), signal.SIGINT), what="a")
+        Caller("a").call(lambda: os.kill(os.getpid(), signal.SIGINT))
     assert stopped.value.code == 130
     with pytest.raises(Failed, match="SystemExit: 130"):
-        call(sys.exit, (130,), what="a")
+        Caller("a").call(sys.exit, 130)
 
 
 def test_what_was_made_inside_is_closed() -> None:
@@ -106,7 +106,7 @@ def test_what_was_made_inside_is_closed() -> None:
 
 FORKS = """
 import multiprocessing, os, sys
-from lean_ft.system.user_code import Failed, call
+from lean_ft.system.user_code import Caller, Failed
 
 def fork(status=None):
     print("in the call")
@@ -125,7 +125,7 @@ def works():
 print("written before")
 file = open("file", "w")
 file.write("once")
-print([call(fork, what="a"), call(fork, (3,), what="a"), call(fork, what="a", seconds=20), call(works, what="b")])
+print([Caller("a").call(fork), Caller("a").call(fork, 3), Caller("a", seconds=20).call(fork), Caller("b").call(works)])
 """
 
 
