@@ -1,6 +1,7 @@
 """`leanft check`: verify a checkpoint on this machine."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
 
@@ -51,26 +52,11 @@ def check(
         )
 
     # Imported here because torch is slow to import and most verbs do not need it.
-    import torch
-
     from lean_ft.check import TECHNIQUES, Check
-    from lean_ft.models import empty_model, load_model
-    from lean_ft.peft import is_adapter
-    from lean_ft.peft.finished_models import find_finished
-    from lean_ft.quantize import is_quantized
     from lean_ft.system.log import console
     from lean_ft.tokenizers import load_tokenizer
 
-    folder = find_finished(model)
-    if is_adapter(folder):
-        raise ValueError(
-            f"{model} is an adapter. Check the merged model: leanft export {quote(str(model))} DEST --merge"
-        )
-    # Raises ValueError for a model that lean_ft does not read, before transformers is imported.
-    if is_quantized(folder):
-        empty_model(folder, torch.float32, is_quantized=True)
-    else:
-        load_model(folder, "meta", may_score=True)
+    folder = _readable_model(model)
     given = preset_values(preset) if preset else {}
     given |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
     if any(text.startswith("model.path=") for text in overrides):
@@ -118,6 +104,25 @@ def check(
     if wrong:
         typer.echo(f"{len(wrong)} of {len(rows)} checks failed: {', '.join(wrong)}", err=True)
         raise typer.Exit(1)
+
+
+def _readable_model(model: str) -> Path:
+    """Find a model's folder. Raises ValueError for a model that lean_ft does not read, without importing transformers."""
+    import torch
+
+    from lean_ft.models import empty_model, load_model
+    from lean_ft.peft import is_adapter
+    from lean_ft.peft.finished_models import find_finished
+    from lean_ft.quantize import is_quantized
+
+    folder = find_finished(model)
+    if is_adapter(folder):
+        raise ValueError(f"{model} is an adapter. Check the merged model: leanft export {quote(model)} DEST --merge")
+    if is_quantized(folder):
+        empty_model(folder, torch.float32, is_quantized=True)
+    else:
+        load_model(folder, "meta", may_score=True)
+    return folder
 
 
 def _techniques(given: Mapping[str, str]) -> dict[str, str]:

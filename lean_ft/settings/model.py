@@ -48,8 +48,8 @@ class LoRAConfig(Settings):
     targets: list[str] = Field(["all-linear"])
     """Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names (q_proj, lm_head,
     embed_tokens), or names with wildcards (model.layers.[0-3].*). With `[]`, only the rows of model.new_tokens
-    train. With model.images=train, names match layers of the vision tower too, as in PEFT; beside a pattern of the tower alone
-    (vision.blocks.*), they mean the language model."""
+    train. With model.images=train, names match layers of the vision tower too, as in PEFT. If one pattern names the tower
+    alone (vision.blocks.*), the others match only the language model."""
     dropout: Fraction = 0.0
     """Dropout probability of the adapter's inputs."""
     rslora: bool = False

@@ -122,19 +122,7 @@ def _read_folder(folder: Path, chat_template: Path | None) -> Tokenizer:
         named.setdefault("bos_token", "<|begin_of_text|>")
         named.setdefault("eos_token", "<|eot_id|>" if "chat_template" in config else "<|end_of_text|>")
     elif tokenizer_model.is_file():
-        if unread := [name for name in _NOT_BESIDE_PIECES if config.get(name)]:
-            raise ValueError(
-                f"{folder / 'tokenizer_config.json'}: {unread[0]} is {config[unread[0]]!r:.100}, which is not supported beside "
-                "tokenizer.model. Save a tokenizer.json with transformers."
-            )
-        vocabulary = SentencePieceModel(
-            tokenizer_model,
-            added_tokens,
-            adds_bos=config.get("add_bos_token", True),
-            adds_eos=config.get("add_eos_token", False),
-            legacy=config.get("legacy") or False,
-            add_prefix_space=_flag_or_null(config, "add_prefix_space", folder),
-        )
+        vocabulary = _sentencepiece_model(tokenizer_model, config, added_tokens)
         for key, default in (("bos_token", "<s>"), ("eos_token", "</s>"), ("unk_token", "<unk>")):
             if key not in config and vocabulary.token_id(default) is not None:
                 named[key] = default
@@ -182,10 +170,25 @@ def _read_template(file: Path) -> str:
         raise ValueError(f"the chat template {file} cannot be read: {error.strerror}.") from None
 
 
-def _flag_or_null(config: dict[str, Any], name: str, folder: Path) -> bool | None:
-    if (value := config.get(name)) is not None and not isinstance(value, bool):
-        raise ValueError(f"{folder / 'tokenizer_config.json'}: {name} is {value!r:.100}; expected true, false or null.")
-    return value
+def _sentencepiece_model(
+    file: Path, config: dict[str, Any], added_tokens: list[tuple[int | None, AddedToken]]
+) -> SentencePieceModel:
+    of_config = file.with_name("tokenizer_config.json")
+    if unread := [name for name in _NOT_BESIDE_PIECES if config.get(name)]:
+        raise ValueError(
+            f"{of_config}: {unread[0]} is {config[unread[0]]!r:.100}, which is not supported beside tokenizer.model. Save a "
+            "tokenizer.json with transformers."
+        )
+    if not isinstance(prefix := config.get("add_prefix_space"), bool | None):
+        raise ValueError(f"{of_config}: add_prefix_space is {prefix!r:.100}; expected true, false or null.")
+    return SentencePieceModel(
+        file,
+        added_tokens,
+        adds_bos=config.get("add_bos_token", True),
+        adds_eos=config.get("add_eos_token", False),
+        legacy=config.get("legacy") or False,
+        add_prefix_space=prefix,
+    )
 
 
 def _content(token: Any) -> str:
