@@ -81,8 +81,7 @@ class DataReport:
     with_images: int = 0
     """Rows that show an image."""
     unseen: dict[str, int] = field(default_factory=dict)
-    """Number of rows without an image that have a field which looks like images, by name; counted if the run reads
-    images."""
+    """Number of rows without an image that have a field which looks like images, by name; counted if the run reads images."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
     bad_rows: int = 0

@@ -86,8 +86,7 @@ def read_source(
 
 
 def sentences_not_in_files(folder: Path) -> list[str]:
-    """Return sentences about settings of a checkpoint's run that shaped the model's input and that no file of an export
-    holds."""
+    """Return sentences about settings of a checkpoint's run that shaped the model's input and that no file of an export holds."""
     settings, rules = settings_of_run(folder), None
     if settings.get("data.image_tokens") is not None:
         with suppress(ValueError):  # the base of an adapter is not here
@@ -119,8 +118,7 @@ def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a fo
 
 
 def whole_before(folder: Path) -> str:
-    """Return the model_type of the multimodal folder whose language model a run trained; "" if this machine has
-    none."""
+    """Return the model_type of the multimodal folder whose language model a run trained; "" if this machine has none."""
     base = settings_of_run(folder).get("model.path")
     name = read_json(Path(base).expanduser() / "config.json").get("model_type") if isinstance(base, str) else None
     return name if name in MULTIMODAL and name != read_json(folder / "config.json").get("model_type") else ""

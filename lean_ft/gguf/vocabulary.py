@@ -85,8 +85,7 @@ def tokenizer_metadata(
 
 
 def _special_ids(tokenizer: Tokenizer, vocab_size: int, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of special tokens by llama.cpp's names. Without an eos id, llama.cpp uses token 11 of a byte-level
-    tokenizer."""
+    """Return the ids of special tokens by llama.cpp's names. Without an eos id, llama.cpp uses token 11 of a byte-level tokenizer."""
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
     for kind in _SPECIAL:  # not tokenizer.pad_id, which may be any token if the tokenizer names none
         token = tokenizer.special_tokens.get(f"{kind}_token")

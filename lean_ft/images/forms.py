@@ -34,8 +34,7 @@ def image_in(value: Any) -> Any:
 
 
 def as_url(value: Any) -> str:
-    """Return the data URL of an image in a request. Another URL or a path is returned unchanged. Raises ValueError for
-    other values."""
+    """Return the data URL of an image in a request. Another URL or a path is returned unchanged. Raises ValueError for other values."""
     key, value = _unwrapped(value)
     if not isinstance(value, str):
         raise ValueError(f"an image is {short(value)}; expected a text.")
@@ -45,8 +44,7 @@ def as_url(value: Any) -> str:
 
 
 def _unwrapped(value: Any) -> tuple[str | None, Any]:
-    """Return the innermost key of nested objects that hold an image, and its value; None and the value if it is no
-    object."""
+    """Return the innermost key of nested objects that hold an image, and its value; None and the value if it is no object."""
     key = None
     while isinstance(value, Mapping):
         found = next((name for name in KEYS if value.get(name) is not None), None)

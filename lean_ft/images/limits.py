@@ -33,8 +33,7 @@ class _Limit(NamedTuple):
 
 
 def limit_of(rules: "ImageRules", tokens: int) -> int:
-    """Return the limit of `rules` at which images have at most `tokens` tokens; the present limit if none fits all
-    shapes."""
+    """Return the limit of `rules` at which images have at most `tokens` tokens; the present limit if none fits all shapes."""
     return _limit(rules).of_tokens(rules, tokens)
 
 

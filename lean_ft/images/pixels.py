@@ -1,5 +1,4 @@
-"""Upright pixels of an image, in RGB or gray. Strips of rows are converted one by one, which avoids copies of the whole
-image.
+"""Upright pixels of an image, in RGB or gray. Images are converted in strips of rows, to save memory.
 
 Values of 16 bits are scaled to 8, as Pillow does for colors of 16 bits. Images whose values have no known range are refused:
 32-bit integers, signed integers and fractions.

@@ -50,8 +50,7 @@ Text = Callable[[Tiling, list[tuple[int, int]]], tuple[str, tuple[int, ...]]]
 
 
 def _resizing_pixels(size: Size, target: Size) -> int:
-    """The most pixels that Pillow holds while it resizes one axis after the other. The shape decides which axis is
-    first."""
+    """The most pixels that Pillow holds while it resizes one axis after the other. The shape decides which axis is first."""
     if target == size:
         return math.prod(size)
     between = max(target.width * size.height, size.width * target.height)
@@ -138,8 +137,7 @@ class ImageRules:
             yield pixels.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
 
     def working_bytes(self, size: Size, pixel_bytes: int) -> int:
-        """Peak memory of an image and its resized copies in `patches`. pixel_bytes: bytes of a pixel, 1 in gray and 4
-        in RGB."""
+        """Peak memory of an image and its resized copies in `patches`. pixel_bytes: bytes of a pixel, 1 in gray and 4 in RGB."""
         cut = self._cut(size)
         steps = [(size, cut.thumbnail)] if cut.thumbnail is not None and not cut.thumbnail_of_resized else []
         for target in cut.sizes:

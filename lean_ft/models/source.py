@@ -46,8 +46,7 @@ class Source:
 
     folder: Path | None = None
     start: Path = field(default_factory=Path.cwd)
-    """The current folder when the model was read, to which `folder` may be relative. User code may change the current
-    folder."""
+    """The current folder when the model was read, to which `folder` may be relative. User code may change the current folder."""
     config: dict[str, Any] = field(default_factory=dict)
     """The folder's config.json, without its quantization; for a multimodal model, that of its language model."""
     part_of: str = ""

@@ -34,8 +34,8 @@ class Completion:
     counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
     uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
     advantages: list[float] = field(default_factory=list)  # one per token, or one for all
-    # Whether the policy sampled a token and trains on it. Others are given, such as a tool's result, or belong to an image. Empty: all
-    # tokens are.
+    # Whether the policy sampled a token that trains. Others are given, such as a tool's result, or belong to an image.
+    # Empty: all train.
     trained: list[bool] = field(default_factory=list)
     experts: str = ""  # with generation.router_replay, as in `Sample`
     episode: dict[str, Any] = field(default_factory=dict)  # of several turns: `Episode.told`

@@ -63,8 +63,7 @@ class Environment:
     """
 
     def __init__(self, name: str, settings: ToolsConfig) -> None:
-        """settings: for the limits. Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step`
-        and methods."""
+        """settings: for the limits. Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step` and methods."""
         self.name, self._make, self._settings = name, load_function(name), settings
         self.objects: list[Any] = []  # None: to be made
         self._threads: list[CallThread] = []  # of the objects
@@ -109,8 +108,7 @@ class Environment:
         return [] if self.has_steps else [getattr(environment, name) for name in names]
 
     def object(self, number: int) -> Any:
-        """Return the environment of this number, and make it if there is none. Raises ValueError if another number has
-        the same object."""
+        """Return the environment of this number, and make it if there is none. Raises ValueError if another number has the same object."""
         while len(self.objects) <= number:
             self.objects.append(None)
             self._threads.append(CallThread())

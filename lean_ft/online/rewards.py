@@ -236,8 +236,7 @@ class Rewards:
         return [_checked(name, values, prompts) for name, values in zip(names, found, strict=True)]
 
     def _settled(self, names: Sequence[str], found: Sequence[Any], seed: int) -> list[Any]:
-        """Wait for results that are awaitable. The event loop runs in another thread, where torch's modes must be set
-        again."""
+        """Wait for results that are awaitable. The event loop runs in another thread, where torch's modes must be set again."""
         waiting = [name for name, value in zip(names, found, strict=True) if inspect.isawaitable(value)]
         computes_gradients = torch.is_grad_enabled()
 

@@ -39,8 +39,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class StackedFactor:
-    """The A or the B of a stack's adapter, from those of all pairs: (E * R, features), or (features, R * E) with
-    `experts_last`."""
+    """The A or the B of a stack's adapter, from those of all pairs: (E * R, features), or (features, R * E) with `experts_last`."""
 
     pairs: tuple[Pair, ...]
     num_experts: int

@@ -145,8 +145,7 @@ class NamePatterns(Generic[ValueT]):
 
 
 def _fixed(pattern: _Choice) -> tuple[str, tuple[int, ...], bool] | None:
-    """Return a pattern's text, the places of its dots and whether it is a whole name; None unless it is only a row of
-    characters."""
+    """Return a pattern's text, the places of its dots and whether it is a whole name; None unless it is only a row of characters."""
     first, *others = pattern.sequences
     if others:
         return None

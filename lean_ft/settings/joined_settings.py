@@ -96,8 +96,7 @@ def join_axolotl(left: Values, preset: Preset) -> None:
 
 
 def _join_dtype(left: Values) -> None:
-    """axolotl loads and trains the weights in float32 if bf16 and fp16 are false, and in bfloat16 if they are not
-    given."""
+    """axolotl loads and trains the weights in float32 if bf16 and fp16 are false, and in bfloat16 if they are not given."""
     keys = ("bf16", "bfloat16", "fp16", "float16")
     if not any(left.get(key) is not None for key in keys):
         return

@@ -79,8 +79,7 @@ def kind(value: Any) -> str:
 
 
 def why_unusable(error: Exception) -> str:
-    """Describe in words what is wrong with foreign values, because Python's own errors name types and operations of our
-    code."""
+    """Describe in words what is wrong with foreign values, because Python's own errors name types and operations of our code."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, TypeError | AttributeError | IndexError | AssertionError | ArithmeticError):
