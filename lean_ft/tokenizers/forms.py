@@ -8,8 +8,8 @@ under `function`, and developer messages as system messages. If no form is writt
 Reasoning may be left out: templates drop that of earlier turns, as they do when the model samples. That is reported.
 
 A short text may also occur elsewhere in the rendering. So the first chat of each shape (the roles, and the kinds of
-values) is
-rendered once more with an anchor in each text (`lean_ft.tokenizers.turns.anchored`), and every anchor must arrive.
+values) is rendered once more with an anchor in each text (`lean_ft.tokenizers.turns.anchored`), and every anchor must
+arrive.
 """
 
 import itertools

@@ -100,7 +100,7 @@ ADAPTERS: dict[str, Case] = {
     ),
     "a pattern that is none": (
         adapter(alpha_pattern={"(": 2}),
-        "alpha_pattern: '[(]': character 2 is no regular expression",
+        "alpha_pattern: '[(]': cannot be read as a regular expression from character 2",
     ),
     "alpha that is no number": (adapter(lora_alpha=float("nan")), "lora_alpha is nan; expected a positive number"),
     "alpha that overflows": (

@@ -233,7 +233,7 @@ def test_images_longer_than_a_window_are_refused(tmp_path):
         rules = image_rules(tmp_path)
         if is_refused:
             with pytest.raises(
-                ValueError, match="images have up to 70 tokens, and windows .* 69.*data.image_tokens=69"
+                ValueError, match="images have up to 70 tokens, and .* windows of 69.*data.image_tokens=69"
             ):
                 rules.check_window()
             rules = rules.limited(69)
