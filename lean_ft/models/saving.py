@@ -156,8 +156,10 @@ def _with_drafting(
 
 def _check_apart(model: Decoder, folder: Path, split: Any, copied: Mapping[str, Readable]) -> None:
     """Raise ValueError if saving would replace a file before tensors are copied from it."""
-    source = model.source.folder
-    if copied and split.is_sharded and source is not None and source.resolve() == folder.resolve():
+    source = model.source
+    if not copied or not split.is_sharded or source.folder is None:
+        return
+    if (source.start / source.folder).resolve() == folder.resolve():
         raise ValueError(
             f"tensors of {folder} are copied, so the model cannot be saved there. Save it to another folder."
         )

@@ -142,6 +142,17 @@ def test_those_that_cannot_be_copied_are_left_out_with_a_line(make_checkpoint, t
     assert not load_model(tmp_path / "saved").source.drafting
 
 
+def test_they_are_found_after_a_change_of_the_current_folder(make_folder, tmp_path, monkeypatch):
+    """User code may change it after a model was read from a relative path."""
+    folder = make_folder("glm4_moe")
+    with_drafting(folder, "glm4_moe")
+    monkeypatch.chdir(folder.parent)
+    model = load_model(folder.name)
+    monkeypatch.chdir(tmp_path)
+    save_model(model, tmp_path / "saved")
+    assert any("enorm" in name for name in load_file(tmp_path / "saved" / "model.safetensors"))
+
+
 def test_fp8_ones_are_dequantized_and_exports_have_them(make_checkpoint, tmp_path):
     folder, _ = make_checkpoint("glm4_moe", dtype=torch.bfloat16, head_dim=16)
     with_drafting(folder, "glm4_moe", **{"self_attn.o_proj.weight": torch.randn(48, 80)})
