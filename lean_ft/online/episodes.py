@@ -214,7 +214,7 @@ class Round:
             seen = self._recorded(place, reset, prompt.ids)
             if seen is None:
                 return prompt.text
-            found = None if isinstance(seen, str) else as_chat(seen, "what reset returned").messages
+            found = None if isinstance(seen, str) else as_chat(seen, "result of reset").messages
         cfg, chat = self._all.cfg, list(as_chat(prompt.asked, "prompt").messages)
         if found is None:
             chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}{seen}"}
