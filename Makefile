@@ -1,8 +1,8 @@
 # make demo                 install into .venv, then fine-tune the embedded model
-# make test                 run the tests
-# make test-fast            run the test files that take little time
+# make test                 run the default tests: three to four minutes on two cores
+# make test-long            run the tests that the default leaves out
+# make test-all             run both
 # make test-avx2            run the numeric tests without CPU instructions newer than AVX2
-# make test-long            run the tests that take minutes each
 # make test-pretended-gpu   run the GPU tests on a simulated GPU (downloads 2.6 GB, needs 5 GB of disk)
 # make docs                 build the documentation site in site/
 # make lint                 run ruff, pyright and import-linter, as CI does
@@ -14,10 +14,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in several processes with one thread each. The limit keeps machines with little memory from swapping.
 PYTEST_ARGS ?= -n auto --maxprocesses 4
+# Which tests run on the simulated GPU, as an expression of pytest's marks.
+GPU_TESTS ?= gpu
 
 NUMERIC := $(addprefix tests/,losses models optim memory peft generation recipes/test_dpo.py recipes/test_quantize.py)
 
-.PHONY: demo test test-fast test-avx2 test-long test-pretended-gpu docs lint clean
+.PHONY: demo test test-all test-avx2 test-long test-pretended-gpu docs lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/leanft run full_finetune_single_device --config tiny/full
@@ -26,20 +28,20 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# tests/conftest.py has the limit, and tests/cpu_seconds.json has the measured times.
-test-fast: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --fast
+# tests/selection.py says which tests are default, and tests/cpu_seconds.json how long each takes.
+test-long: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
+
+test-all: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m ''
 
 # The first variable limits ATen and the code that Inductor generates; the second limits oneDNN. Inductor's cache does not distinguish
 # the two kinds of code, and mixing them gives wrong results, so these tests have their own cache.
 test-avx2: $(VENV)/installed-dev
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor_avx2 $(BIN)/python -m pytest $(PYTEST_ARGS) $(NUMERIC)
 
-test-long: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
-
 test-pretended-gpu:
-	PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" tests/pretended_gpu/check.sh
+	PYTHON="$(PYTHON)" PYTEST_ARGS="$(PYTEST_ARGS)" GPU_TESTS="$(GPU_TESTS)" tests/pretended_gpu/check.sh
 
 # --strict: a broken link, or a page that mkdocs.yml does not list, is an error.
 docs: $(VENV)/installed-dev

@@ -1,10 +1,11 @@
-"""Measure the CPU seconds of every test file. Writes `tests/cpu_seconds.json` and the table of CONTRIBUTING.md.
+"""Measure the CPU seconds of every test. Writes `tests/cpu_seconds.json` and the table of CONTRIBUTING.md.
 
-    python scripts/time_tests.py             # all test files: about 20 minutes of CPU time
-    python scripts/time_tests.py tests/data  # these files; the others keep their numbers
+    python scripts/time_tests.py                      # all tests, long ones too: about an hour on two cores
+    python scripts/time_tests.py tests/data           # these tests; the others keep their numbers
+    python scripts/time_tests.py -m "not long"        # arguments of pytest
+    python scripts/time_tests.py --from FILE...       # take the lines that tests/stopwatch.py wrote
 
-CPU seconds include child processes and do not depend on what else the machine does. `make test-fast` runs the files of at
-most `FAST_SECONDS` (`tests/conftest.py`).
+CPU seconds include child processes, and depend little on what else the machine does. `tests/selection.py` reads them.
 """
 
 import json
@@ -12,67 +13,74 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 CHECKOUT = Path(__file__).resolve().parents[1]
-RECORD = CHECKOUT / "tests" / "cpu_seconds.json"
 TABLE = re.compile(r"(?<=<!-- times -->\n).*?(?=<!-- end of times -->)", re.DOTALL)
+SHORTEST = 0.05  # seconds; a shorter test has no number of its own
 
 
-class Stopwatch:
-    """A pytest plugin: adds up the CPU time of each file's tests and fixtures."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before = sum(os.times()[:4])
-        yield
-        self.seconds[str(item.path.relative_to(CHECKOUT))] += sum(os.times()[:4]) - before
+def measure(arguments: list[str]) -> dict[str, float]:
+    """Run these tests in two processes. Failures do not matter here."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"STOPWATCH": f"{folder}/times", "OMP_NUM_THREADS": "1"}
+        selected = arguments if "-m" in arguments else ["-m", "", *arguments]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.stopwatch", *selected]
+        subprocess.run(command, cwd=CHECKOUT, env=environment)
+        return read(list(Path(folder).iterdir()))
 
 
-def measure(paths: list[str]) -> None:
-    """Run the tests in this process and print their times as JSON. Failures do not matter here."""
-    watch = Stopwatch()
-    pytest.main(["-q", "--rootdir", str(CHECKOUT), *paths], plugins=[watch])
-    print(json.dumps(watch.seconds))
+def read(files: list[Path]) -> dict[str, float]:
+    return dict(json.loads(line) for file in files for line in file.read_text().splitlines())
 
 
-def table(seconds: dict[str, float], fast: float) -> str:
-    """Return a line for each folder of tests, with its CPU seconds, all and those of `make test-fast`."""
-    folders: dict[str, list[float]] = defaultdict(list)
-    for file, one in seconds.items():
+def merged(old: dict[str, dict[str, float]], new: dict[str, float]) -> dict[str, dict[str, float]]:
+    """The record, by file and test, with new numbers in the place of old ones."""
+    record = {file: dict(tests) for file, tests in old.items() if (CHECKOUT / file).exists()}
+    for node, seconds in new.items():
+        file, _, test = node.partition("::")
+        record.setdefault(file, {}).pop(test, None)
+        if seconds >= SHORTEST:
+            record[file][test] = round(seconds, 2)
+    return {file: dict(sorted(tests.items())) for file, tests in sorted(record.items()) if tests}
+
+
+def default_tests() -> set[str]:
+    """The ids of the default set, as pytest collects them."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only"]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT).stdout
+    return {line for line in printed.splitlines() if "::" in line}
+
+
+def table(record: dict[str, dict[str, float]], default: set[str]) -> str:
+    """A line for each folder of tests, with the CPU seconds of its default and of its long tests."""
+    folders: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for file, tests in record.items():
         folder = file.split("/")[1]
-        folders[f"tests/{folder}" if not folder.endswith(".py") else "tests/*.py"].append(one)
-    folders["all"] = list(seconds.values())
-    rows = [
-        f"| `{name}` | {sum(all_):.0f} | {sum(s for s in all_ if s <= fast):.0f} |" for name, all_ in folders.items()
-    ]
-    return "\n".join(["| folder | CPU seconds | of these in `make test-fast` |", "|---|---|---|", *rows]) + "\n"
+        for test, seconds in tests.items():
+            columns = (f"tests/{folder}" if not folder.endswith(".py") else "tests/*.py", "all")
+            for name in columns:
+                folders[name][f"{file}::{test}" not in default] += seconds
+    folders["all"] = folders.pop("all")
+    rows = [f"| `{name}` | {short:.0f} | {long:.0f} |" for name, (short, long) in folders.items()]
+    return "\n".join(["| folder | default | long |", "|---|---|---|", *rows]) + "\n"
 
 
-def main(paths: list[str]) -> None:
-    from tests.conftest import FAST_SECONDS
+def main(arguments: list[str]) -> None:
+    from tests.selection import RECORD
 
-    tests = CHECKOUT / "tests"
-    seconds: dict[str, float] = json.loads(RECORD.read_text()) if paths else {}
-    folders = sorted({str(tests / file.relative_to(tests).parts[0]) for file in tests.rglob("test_*.py")})
-    for path in paths or folders:  # a process for each folder, so that one cannot fill the memory for the next
-        command = [sys.executable, __file__, "--measure", path]
-        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT).stdout
-        seconds |= json.loads(printed.splitlines()[-1])
-        seconds = {file: round(one, 1) for file, one in sorted(seconds.items()) if (CHECKOUT / file).exists()}
-        RECORD.write_text(json.dumps(seconds, indent=1) + "\n")
-        print(f"{path}: {printed.splitlines()[-2]}", flush=True)
+    if arguments[:1] == ["--from"]:
+        new = read([Path(argument) for argument in arguments[1:]])
+    else:
+        new = measure(arguments)
+    record = merged(json.loads(RECORD.read_text()) if RECORD.exists() else {}, new)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
     page = CHECKOUT / "CONTRIBUTING.md"
-    page.write_text(TABLE.sub(lambda _: table(seconds, FAST_SECONDS), page.read_text()))
+    page.write_text(TABLE.sub(lambda _: table(record, default_tests()), page.read_text()))
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(CHECKOUT))
-    measure(sys.argv[2:]) if sys.argv[1:2] == ["--measure"] else main(sys.argv[1:])
+    main(sys.argv[1:])

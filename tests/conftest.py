@@ -1,7 +1,7 @@
 """For every test: one thread, an empty current directory, a skip without a GPU, and the shared data if present."""
 
+import datetime
 import gc
-import json
 import os
 import signal
 import sys
@@ -15,28 +15,44 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# Tests start hundreds of processes. Without bytecode, each would compile lean_ft again, and pytest would rewrite every test file. Where the
+# user forbids bytecode beside the sources, it goes to pytest's folder.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import pytest
 
+from tests import selection
 from tests.hub.hub_server import HubServer
 
-FAST_SECONDS = 10.0  # `make test-fast` leaves out files that take more CPU time, as `scripts/time_tests.py` measured it
-CPU_SECONDS = json.loads((Path(__file__).parent / "cpu_seconds.json").read_text())
+# Tests that rotate are chosen by this day. Set here, so that all processes of a run choose the same ones.
+os.environ.setdefault("TESTS_DAY", datetime.date.today().isoformat())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fast", action="store_true", help=f"leave out test files that take over {FAST_SECONDS:g} s of CPU time"
+        "--covering", action="store_true", help="one case of each test that has no case in the default set"
     )
+    parser.addoption("--lane", metavar="I/N", help="the I-th of N parts of the selected tests, of equal CPU time")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if not config.getoption("--fast", default=False):
-        return None
-    file = collection_path.relative_to(Path(__file__).parents[1]).as_posix()
-    return True if CPU_SECONDS.get(file, 0) > FAST_SECONDS else None
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what is long today, let pytest select by marks, then take the covering set or a lane."""
+    selection.mark_long(items, datetime.date.fromisoformat(os.environ["TESTS_DAY"]))
+    if config.getoption("covering"):
+        items[:] = selection.covering(items)
+    yield
+    if lane := config.getoption("lane"):
+        number, _, lanes = lane.partition("/")
+        items[:] = selection.lane(items, int(number), int(lanes))
+    _skip_without_gpu(items)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` without a GPU. Imports torch only if there are such tests."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Run the tests on the simulated GPU in a separate environment. PRETENDED_GPU_ENV names it; an environment that has all packages is used
-# unchanged. If the environment cannot be created, print the reason and succeed. Fail if a test fails.
+# Run the tests on the simulated GPU in a separate environment. GPU_TESTS selects them by marks. PRETENDED_GPU_ENV names the
+# environment; one that has all packages is used unchanged. If the environment cannot be created, print the reason and succeed. Fail if
+# a test fails.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=tests/pretended_gpu
@@ -32,8 +33,8 @@ cuda=$("$python" -c 'import torch; print(torch.version.cuda)')
 $here/build.sh "$python"
 export PYTHONPATH=$PWD
 echo "simulated GPU: the tests marked gpu, on an H100"
-PRETENDED_GPU=H100 $here/run.sh "$python" -m pytest -m gpu ${PYTEST_ARGS:-} tests
+PRETENDED_GPU=H100 $here/run.sh "$python" -m pytest -m "${GPU_TESTS:-gpu}" ${PYTEST_ARGS:-} tests
 for card in A100 T4; do
     echo "simulated GPU: what older cards do differently, on a $card"
-    PRETENDED_GPU=$card $here/run.sh "$python" -m pytest -m gpu ${PYTEST_ARGS:-} $here
+    PRETENDED_GPU=$card $here/run.sh "$python" -m pytest -m "${GPU_TESTS:-gpu}" ${PYTEST_ARGS:-} $here
 done
