@@ -157,7 +157,7 @@ FAULTS = (
         "lean_ft/generation/stopping.py",
         " | tokenizer.turn_ends",
         "",
-        ("tests/training/test_answers.py",),
+        ("tests/generation/test_stopping.py", "tests/export/test_ollama.py"),
     ),
     Fault(
         "tool-results-trained",
@@ -174,7 +174,7 @@ FAULTS = (
         "lean_ft/parallel/ranks.py",
         "            dist.all_reduce(value, group=self._shards)\n",
         "            pass\n",
-        ("tests/parallel/test_training.py",),
+        ("tests/parallel/test_finetune.py", "tests/parallel/test_training.py"),
     ),
     Fault(
         "plan-without-optimizer-state",
