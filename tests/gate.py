@@ -1,0 +1,130 @@
+"""The gate: short runs and plans whose numbers are committed in tests/assets/gate, to prove that a change of structure moves none.
+
+`tests/test_gate.py` compares them and `scripts/write_gate.py` writes them. A run has the losses and norms of 20 steps in float32 on one thread,
+and a hash of the whole numbers in its batches: ids, labels, positions, pixels.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from lean_ft.data import Batch
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.plan.devices import Device, find_device
+from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings.text import load_config, preset_recipe
+from lean_ft.system import catalog
+from lean_ft.system.units import GIB
+from lean_ft.training import Run
+from tests.models.family_cases import CASES, SIZES
+
+FOLDER = Path(__file__).parent / "assets" / "gate"
+COMMON = ("model.dtype=float32", "device=cpu", "plan=false", "max_steps=20", "save_every=0", "eval_every=0")
+NO_HELD_OUT = ("data.validation_source=null",)
+WARM = (*NO_HELD_OUT, "schedule.warmup_steps=5")
+SAMPLES = (*NO_HELD_OUT, "sample_every=0")
+# Name -> recipe, preset, settings. The first ones are in the default tests.
+PRESETS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "finetune": ("finetune", "tiny/full", (*WARM, "eval_answers=0")),
+    "dpo": ("dpo", "tiny/dpo", WARM),
+    "grpo": ("grpo", "tiny/grpo", SAMPLES),
+    "full": ("full_finetune_single_device", "tiny/full", (*WARM, "eval_answers=0")),
+    "lora": ("finetune", "tiny/lora", (*WARM, "eval_answers=0")),
+    "images": ("finetune", "tiny/images", (*WARM, "eval_answers=0")),
+    "classify": ("classify", "tiny/classify", NO_HELD_OUT),
+    "distill": ("distill", "tiny/distill", WARM),
+    "on_policy": ("distill", "tiny/distill", (*WARM, "distill.on_policy=1", "generation.max_new_tokens=12")),
+    "kto": ("kto", "tiny/kto", WARM),
+    "reward": ("reward", "tiny/reward", WARM),
+    "online_dpo": ("online_dpo", "tiny/online_dpo", SAMPLES),
+    "ppo": ("ppo", "tiny/ppo", SAMPLES),
+    "tools": ("grpo", "tiny/tools", SAMPLES),
+}
+FAMILIES = ("llama", "qwen3_next", "gemma4_text", "gemma3n_text", "gpt_oss", "deepseek_v2", "lfm2_moe", "nemotron_h", "falcon_h1", "granitemoehybrid")
+OF_FAMILIES = ("data.source=tiny/train.jsonl", "data.max_length=64", "batch_size=4", "optimizer.lr=1e-3", "clip_grad_norm=1.0")
+OF_FAMILIES += ("schedule.warmup_steps=5", "model.random_init=true")
+
+
+def run(name: str, folder: Path, *settings: str) -> dict[str, Any]:
+    """Train; return `loss` and `grad_norm` of each step, and `batches`, a hash."""
+    if name in PRESETS:
+        recipe, preset, own = PRESETS[name]
+        preset = catalog.find_preset(preset)
+    else:
+        recipe, preset, own = "finetune", None, (*OF_FAMILIES, f"model.path={write_family(name, folder / 'model')}")
+    module = catalog.load_recipe(catalog.find_recipe(recipe))
+    cfg = load_config(module.Config, preset, [*COMMON, *own, f"output_dir={folder}/run", *settings])
+    with hashed_batches() as batches:
+        module.main(cfg)
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "grad_norm" in line]
+    numbers = {key: [float(f"{line[key]:.7g}") for line in steps] for key in ("loss", "grad_norm")}
+    return numbers | {"batches": batches.hexdigest()[:16]}
+
+
+def write_family(case: str, folder: Path) -> Path:
+    """A folder with the config.json of a tiny model and the embedded model's tokenizer. Large random weights show each part."""
+    tiny = resolve_model_path("tiny")
+    model_type, settings = CASES[case]
+    vocab_size = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    sizes = {**SIZES, **settings, "vocab_size": vocab_size, "initializer_range": 0.2}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **sizes}))
+    for file in tiny.glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@contextmanager
+def hashed_batches() -> Iterator[Any]:
+    """A hash of the batches that runs log inside. It knows no names of fields, which may change."""
+    digest, log = hashlib.blake2b(), Run.log
+
+    def log_and_hash(self: Run, **values: Any) -> None:
+        for batch in values["micro_batches"]:
+            digest.update(b"".join(sorted(map(hash_of, whole_numbers(batch.built)))))
+        log(self, **values)
+
+    with patch.object(Run, "log", log_and_hash):
+        yield digest
+
+
+def whole_numbers(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors without rounding in a batch and its parts."""
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        yield value
+    elif isinstance(value, Batch):
+        yield from whole_numbers(vars(value))
+    elif isinstance(value, dict | tuple | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from whole_numbers(one)
+
+
+def hash_of(tensor: torch.Tensor) -> bytes:
+    return hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes()).digest()
+
+
+def plan(name: str, folder: Path, *settings: str) -> dict[str, Any]:
+    """Plan a preset from the config.json next to it; return `peak`, `reserved` and the peak's `labels`, in bytes."""
+    file = catalog.find_preset(name)
+    recipe = catalog.load_recipe(catalog.find_recipe(preset_recipe(file) or ""))
+    given = [f"model.path={file.parent}", f"output_dir={folder}/run", *settings]
+    found = rehearse(recipe, load_config(recipe.Config, file, given), card_of(file))
+    return {"peak": found.peak_bytes, "reserved": found.reserved_bytes, "labels": found.peak.bytes_by_label}
+
+
+def card_of(preset: Path) -> Device:
+    """The GPU of the size in a preset's comment. The driver keeps about 2% of its memory."""
+    found = re.search(r"on a GPU with (\d+) GB", preset.read_text())
+    assert found is not None, preset
+    gb = int(found[1])
+    return replace(find_device("A100 80GB" if gb in (40, 80) else "RTX 4090"), memory_bytes=int(0.98 * gb * GIB))
