@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import gate  # noqa: E402
+from tests import gate
 
 
 def main(names: list[str]) -> None:

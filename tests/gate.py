@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +34,8 @@ ONLINE = ("data.validation_source=null", "sample_every=0", "batch_size=8")
 ALONE = (*OFFLINE, "eval_answers=0", "batch_size=4")
 ON_POLICY = ("data.train_on=assistant", "distill.on_policy=1", "generation.max_new_tokens=12")
 PAIRS = (*OFFLINE, "batch_size=2")
-# Name -> recipe, preset, settings. The first ones are in the default tests.
-PRESETS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+# Name -> recipe, preset, settings.
+RECIPES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "finetune": ("finetune", "tiny/full", ALONE),
     "dpo": ("dpo", "tiny/dpo", PAIRS),
     "grpo": ("grpo", "tiny/grpo", ONLINE),
@@ -51,32 +51,39 @@ PRESETS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ppo": ("ppo", "tiny/ppo", ONLINE),
     "tools": ("grpo", "tiny/tools", ONLINE),
 }
-FAMILIES = (
-    "llama",
-    "qwen3_next",
-    "gemma4_text",
-    "gemma3n_text",
-    "gpt_oss",
-    "deepseek_v2",
-    "lfm2_moe",
-    "nemotron_h",
-    "falcon_h1",
-    "granitemoehybrid",
-)
-OF_FAMILIES = (
-    "data.source=tiny/train.jsonl",
-    "data.max_length=48",
-    "batch_size=4",
-    "optimizer.lr=1e-3",
-    "clip_grad_norm=1.0",
-)
-OF_FAMILIES += ("schedule.warmup_steps=5", "model.random_init=true")
+FAMILIES = ("llama", "qwen3_next", "gemma4_text", "gemma3n_text", "gpt_oss")
+FAMILIES += ("deepseek_v2", "lfm2_moe", "nemotron_h", "falcon_h1", "granitemoehybrid")
+OF_FAMILIES = ("data.source=tiny/train.jsonl", "data.max_length=48", "batch_size=4", "optimizer.lr=1e-3")
+OF_FAMILIES += ("schedule.warmup_steps=5", "clip_grad_norm=1.0", "model.random_init=true")
+FIRST = ("finetune", "dpo", "grpo", "llama", "qwen3_next")  # in the default tests
+CURVES = (*FIRST, *(name for name in (*RECIPES, *FAMILIES) if name not in FIRST))
+PLANS = sorted(
+    catalog.presets(), key=lambda name: not name.startswith("tiny/")
+)  # those of the embedded models are short
+# Largest differences between CPUs. A CPU with other vector units adds in another order, and each update passes the difference on:
+# between SSE, AVX2 and AVX-512 with AMX, losses differ by up to 60 roundings of float32 after 20 steps, and norms by up to 500.
+# Eight times as much is allowed. Muon multiplies differences: its products take a gradient's small parts to the size of large ones.
+ROUNDING = 2.0**-24
+TOLERANCES = {"loss": 500 * ROUNDING, "grad_norm": 4000 * ROUNDING}
+OF_MUON = 25
+LEAST = {"loss": 1.0, "grad_norm": 0.01}  # losses near 0 are sums of terms of size 1
+
+
+def read(file: str) -> dict[str, Any]:
+    path = FOLDER / f"{file}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(file: str, numbers: dict[str, Any]) -> None:
+    """One line per name, so that a diff shows which ones moved."""
+    lines = (f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(numbers.items()))
+    (FOLDER / f"{file}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def run(name: str, folder: Path, *settings: str) -> dict[str, Any]:
     """Train; return `loss` and `grad_norm` of each step, and `batches`, a hash."""
-    if name in PRESETS:
-        recipe, preset, own = PRESETS[name]
+    if name in RECIPES:
+        recipe, preset, own = RECIPES[name]
         preset = catalog.find_preset(preset)
     else:
         recipe, preset, own = "finetune", None, (*OF_FAMILIES, f"model.path={write_family(name, folder / 'model')}")
@@ -88,6 +95,18 @@ def run(name: str, folder: Path, *settings: str) -> dict[str, Any]:
     steps = [line for line in lines if "grad_norm" in line]
     numbers = {key: [float(f"{line[key]:.7g}") for line in steps] for key in ("loss", "grad_norm")}
     return numbers | {"batches": batches.hexdigest()[:16]}
+
+
+def moved_of_run(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What moved: the first step with another loss or norm, and the batches."""
+    moved = [] if now["batches"] == before["batches"] else [f"batches: {before['batches']} -> {now['batches']}"]
+    for key, tolerance in TOLERANCES.items():
+        tolerance *= OF_MUON if name == "images" else 1
+        for step, (old, new) in enumerate(zip(before[key], now[key], strict=True), 1):
+            if not abs(new - old) <= tolerance * max(abs(old), LEAST[key]):  # NaN moved too
+                moved.append(f"{key} of step {step}: {old} -> {new}, tolerance {tolerance:.1e}")
+                break
+    return moved
 
 
 def write_family(case: str, folder: Path) -> Path:
@@ -135,11 +154,24 @@ def hash_of(tensor: torch.Tensor) -> bytes:
     ).digest()
 
 
+def moved_of_plan(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [f"{key}: {before[key]} -> {now[key]}" for key in now if now[key] != before[key]]
+
+
+# By the last part of a preset's name: settings that shorten its plan, whose time grows with the number of images or completions.
+SHORTER = {
+    "images": ("data.max_length=1024",),
+    "ppo": ("batch_size=8",),
+    "tools": ("batch_size=8",),
+}
+
+
 def plan(name: str, folder: Path, *settings: str) -> dict[str, Any]:
     """Plan a preset from the config.json next to it; return `peak`, `reserved` and the peak's `labels`, in bytes."""
     file = catalog.find_preset(name)
     recipe = catalog.load_recipe(catalog.find_recipe(preset_recipe(file) or ""))
     own = [] if name.startswith("tiny/") else [f"model.path={file.parent}"]  # never a model of the Hub's cache
+    own += SHORTER.get(file.stem, ())
     cfg = load_config(recipe.Config, file, [*own, f"output_dir={folder}/run", "device=cuda", *settings])
     found = rehearse(recipe, cfg, card_of(file))
     return {"peak": found.peak_bytes, "reserved": found.reserved_bytes, "labels": found.peak.bytes_by_label}
