@@ -1,6 +1,6 @@
 """Write the numbers that tests/test_gate.py compares: of all short runs and plans, or of those with these names.
 
-    python scripts/write_gate.py                      # all: about 15 CPU minutes
+    python scripts/write_gate.py                      # all: about 15 CPU minutes, most of them plans
     python scripts/write_gate.py grpo llama tiny/full
 
 A commit that changes these files says why the numbers moved.

@@ -20,7 +20,7 @@ def test_a_run_has_the_same_curve_and_batches(name, tmp_path):
     assert not moved, EXPLANATION.format(name=name, moved="; ".join(moved))
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(len(gate.FIRST_PLANS))
 @pytest.mark.parametrize("name", [name for name in gate.PLANS if name in gate.read("plans")])
 def test_a_plan_has_the_same_peak(name, tmp_path):
     """A plan computes no values, so its bytes are equal on every CPU. Another version of torch may plan other kernels."""
