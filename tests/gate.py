@@ -63,7 +63,8 @@ FIRST = ("finetune", "dpo", "grpo", "llama", "qwen3_next")  # in the default tes
 CURVES = (*FIRST, *(name for name in (*RECIPES, *FAMILIES) if name not in FIRST))
 FIRST_PLANS = ("tiny/full", "tiny/lora", "tiny/classify")
 PLANS = sorted(catalog.presets(), key=lambda name: (name not in FIRST_PLANS, not name.startswith("tiny/"), name))
-# CPUs with other vector units add in another order, and each update passes the difference on. Between SSE, AVX2 and AVX-512 with AMX,
+# CPUs with other vector units add in another order, and each update passes the difference on. Between AVX2 and AVX-512 with AMX (and SSE,
+# for seven runs),
 # losses differ by at most 34 roundings of float32 (2 ** -24) in 20 steps, and norms by at most 2409. Eight times as much is allowed.
 # Muon brings small parts of a gradient to the size of large ones, and their rounding too: its losses differ by 946 roundings.
 ROUNDING = 2.0**-24
