@@ -57,16 +57,15 @@ OF_FAMILIES = ("data.source=tiny/train.jsonl", "data.max_length=48", "batch_size
 OF_FAMILIES += ("schedule.warmup_steps=5", "clip_grad_norm=1.0", "model.random_init=true")
 # eps is above the rounding of a gradient that is 0, which AdamW would else take to full size.
 OF_FAMILIES += ("optimizer.eps=1e-4",)
-# Its gradients are so large that differences of rounding double at each step with a higher rate.
+# Its gradients are large. At the rate of the others, differences of rounding grow by about half in each step.
 SLOWER = {"gemma4_text": ("optimizer.lr=1e-4",)}
 FIRST = ("finetune", "dpo", "grpo", "llama", "qwen3_next")  # in the default tests
 CURVES = (*FIRST, *(name for name in (*RECIPES, *FAMILIES) if name not in FIRST))
 FIRST_PLANS = ("tiny/full", "tiny/lora", "tiny/classify")
 PLANS = sorted(catalog.presets(), key=lambda name: (name not in FIRST_PLANS, not name.startswith("tiny/"), name))
 # CPUs with other vector units add in another order, and each update passes the difference on. Between AVX2 and AVX-512 with AMX (and SSE,
-# for seven runs),
-# losses differ by at most 34 roundings of float32 (2 ** -24) in 20 steps, and norms by at most 2409. Eight times as much is allowed.
-# Muon brings small parts of a gradient to the size of large ones, and their rounding too: its losses differ by 946 roundings.
+# for seven runs), losses differ by at most 34 roundings of float32 (2 ** -24) in 20 steps, and norms by at most 2409. Eight times as much
+# is allowed. Muon brings small parts of a gradient to the size of large ones, and their rounding too: its losses differ by 946 roundings.
 ROUNDING = 2.0**-24
 TOLERANCES = {"loss": 300 * ROUNDING, "grad_norm": 20_000 * ROUNDING}
 OF_MUON = 25
