@@ -40,6 +40,7 @@ def rows_of(names: tuple[str, ...] = (), folder: Path | None = None) -> dict[str
     return {row[0]: row for name, rows in checks.run() if not names or name in names for row in rows()}
 
 
+@pytest.mark.long
 def test_a_sound_model_passes_every_check():
     rows = rows_of()
     assert len(rows) == 10 + len(TECHNIQUES) + 1
@@ -116,6 +117,7 @@ def with_another_tokenizer(tmp_path: Path):
 TILED, PACKED, UPDATE, ROUNDING, LORA, QLORA = TECHNIQUES
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("damage", "checks", "found"),
     [

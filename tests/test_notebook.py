@@ -47,6 +47,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_what_the_page_says_is_so(workplace: Path) -> None:
     said = (workplace / "stdout").read_text()
     assert "['It has 5.', 'It has 3.']" in said
@@ -193,6 +194,7 @@ def test_a_loss_from_python_is_called_in_each_step(tmp_path: Path) -> None:
     assert outlook is not None and outlook["peak_bytes"] > 2**20
 
 
+@pytest.mark.long
 def test_prepared_rows_are_those_that_the_function_returns_now(tmp_path: Path) -> None:
     rows, end, calls = [{"q": f"{i}?", "a": "one"} for i in range(FEW_ROWS + 1)], ".", []
 

@@ -152,6 +152,7 @@ def test_answers_are_right() -> None:
     assert len(checked) == 7
 
 
+@pytest.mark.long
 def test_the_pretraining_text_states_facts_and_holds_no_held_out_exercise(world: ModuleType) -> None:
     text = " ".join(islice(world.documents(1), 30_000))
     for question, answer in questions_and_answers("validation"):

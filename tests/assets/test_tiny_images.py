@@ -100,6 +100,7 @@ def test_answers_are_those_of_the_pictures() -> None:
     assert len(rows("validation")) == 400
 
 
+@pytest.mark.long
 def test_the_base_model_guesses() -> None:
     assert 0.1 < exact_match("tiny-images", 100) < 0.35
 

@@ -43,6 +43,7 @@ PUBLISHED_PARAMETERS = {
 }
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_a_shape_has_the_published_number_of_parameters(name):
     shape = {key: value for key, value in shape_of(name).items() if key != "architectures"}

@@ -47,6 +47,7 @@ def test_a_difference_or_a_crash_exits_with_1_and_a_refusal_does_not(leanft, mon
     assert "2 of 9 checks failed: plain step, memory.tile_mlp=2\n" in answer.err
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["quantized", "reward model", "classifier"])
 def test_a_healthy_folder_that_is_not_trained_as_text_passes(leanft, tmp_path, kind):
     folder = tmp_path / "model"

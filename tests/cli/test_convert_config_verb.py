@@ -73,6 +73,7 @@ output_dir: run
 """
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("theirs", [AXOLOTL, LLAMA_FACTORY], ids=["axolotl", "LLaMA-Factory"])
 def test_a_converted_configuration_trains(theirs, leanft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

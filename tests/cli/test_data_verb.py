@@ -45,6 +45,7 @@ def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
     assert cut[2:4] == [["512", "1"], ["1,024", "0"]]  # the long completion, 1 of 6 sequences
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("packing", ["none", "bfd"])
 def test_preview_of_pairs(leanft, run_on_pairs, tmp_path, packing: str):
     answer = leanft.quiet(
@@ -124,6 +125,7 @@ FILES = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("format", FILES)
 def test_a_file_alone_is_shown_as_its_rows_are_trained(leanft, tmp_path, monkeypatch, format: str):
     monkeypatch.chdir(tmp_path)
@@ -195,6 +197,7 @@ def test_a_folder_where_the_run_would_write_is_not_needed_and_not_made(leanft, r
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", ["grpo", "ppo", "online_dpo"])
 def test_prompts_and_their_columns(leanft, run, tmp_path, recipe: str):
     rows = [{"prompt": "Say it", "answer": 4}, {"prompt": "word " * 90, "level": "hard"}]
@@ -277,6 +280,7 @@ class Steps:
 '''
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", ["grpo", "ppo", "online_dpo"])
 def test_prompts_have_the_tools_of_the_run(leanft, tmp_path, monkeypatch, recipe: str):
     monkeypatch.chdir(tmp_path)

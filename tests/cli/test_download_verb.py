@@ -41,6 +41,7 @@ def test_what_came_and_what_to_run_next(leanft, repository):
     assert leanft("validate", *arguments[1:]).code == 0  # the command is valid as printed
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("arguments", "runs"),
     [

@@ -176,6 +176,7 @@ def test_a_run_folder(leanft, tmp_path, case):
         assert victim.read_text() == "mine"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "expected"), [("metrics.jsonl", "the reward .* failed"), ("samples.jsonl", "samples.jsonl is a link")]
 )

@@ -43,6 +43,7 @@ def test_what_trains_nothing_has_a_heading_of_its_own_and_peaks_are_marked_as_pl
     assert "planned peak" in out
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("recipe", "has", "lacks"),
     [

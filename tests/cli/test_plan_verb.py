@@ -10,6 +10,7 @@ from lean_ft.plan.result import Peak
 from lean_ft.system.units import GIB
 
 
+@pytest.mark.long
 def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
     answer = leanft.ok(
         *("plan", "--config", "tiny/full", "device=cpu", "data.max_length=64", "batch_size=2", "--budget", "1MiB")

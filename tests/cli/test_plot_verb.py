@@ -16,6 +16,7 @@ def two_runs(tmp_path, monkeypatch):
         (tmp_path / name / "metrics.jsonl").write_text(METRICS)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("arguments", "picture"),
     [

@@ -16,6 +16,7 @@ from tests.parallel.processes import needs_parts
 SET = ["lora.dora=true", "data.columns.prompt=prompt", "optimizer.betas=[0.8,0.9]"]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("option", [[], ["--all"]])
 @pytest.mark.parametrize("overrides", [[], SET], ids=["defaults", "set"])
 def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_path, option, overrides):
@@ -198,6 +199,7 @@ def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
     assert "# data.source: of the first rows, 16 rows (prompt_completion" in leanft("validate", *arguments()).out
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("overrides", "kept"),
     [

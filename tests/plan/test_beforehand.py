@@ -31,6 +31,7 @@ def configure(recipe, tmp_path):
     return lambda *overrides: load_config(recipe.Config, None, [*own, "device=cpu", *overrides])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -143,12 +144,14 @@ def written(monkeypatch, tmp_path):
     return write
 
 
+@pytest.mark.long
 def test_what_a_rehearsal_does_stays_in_its_process(written, configure):
     recipe = written("sys.modules.update(left_behind=sys)")
     assert foresee(recipe, configure()) is None  # without a step
     assert "left_behind" not in sys.modules
 
 
+@pytest.mark.long
 def test_a_rehearsal_that_dies_says_so(written, configure):
     with pytest.raises(RuntimeError, match="process died"):
         foresee(written("os._exit(1)"), configure())

@@ -31,6 +31,7 @@ def test_no_images_of_one_size_fill_a_row_with_notably_more_patches(model):
             assert length // tokens * tokens * rules.merge**2 <= 1.05 * planned
 
 
+@pytest.mark.long
 def test_a_preset_with_images_is_planned_without_a_network(hub_server, tmp_path, monkeypatch):
     monkeypatch.setenv("LEAN_FT_CACHE", str(tmp_path))
     small = ["compile=false", "device=cpu", "data.max_length=160", "data.image_tokens=64"]
@@ -43,6 +44,7 @@ def test_a_preset_with_images_is_planned_without_a_network(hub_server, tmp_path,
     assert hub_server.requests == []
 
 
+@pytest.mark.long
 def test_a_frozen_tower_adds_its_weights_and_no_activations_to_a_full_runs_peak(tmp_path):
     """The peak of a longer row is in the decoder's backward pass."""
     recipe, name = load_recipe(find_recipe("finetune")), "smolvlm2_2b/images"

@@ -144,6 +144,7 @@ def test_what_is_sent_is_what_is_gathered_and_summed(model_folder):
     assert both.sent_bytes == pytest.approx(2 * (3 * layers + 2 * ends) / 2, rel=1e-3)
 
 
+@pytest.mark.long
 def test_compiled_layers_send_what_others_do(model_folder):
     settings = ("parallel.context=2", "gradient_accumulation_steps=1", "optimizer.name=sgd")
     eager, compiled = (
@@ -152,6 +153,7 @@ def test_compiled_layers_send_what_others_do(model_folder):
     assert compiled == pytest.approx(eager, rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
     card = find_device("H100")
     settings = ("gradient_accumulation_steps=8", "optimizer.in_backward=true", "optimizer.name=sgd")

@@ -43,6 +43,7 @@ def tiny_model():
     return load_model("tiny", dtype=torch.bfloat16)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit", "adafactor"])
 def test_weights_and_optimizer_state_are_their_real_bytes(tmp_path: Path, tiny_model, name: str):
     recipe, cfg = settings(tmp_path, f"optimizer.name={name}")
@@ -83,6 +84,7 @@ def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path, tiny_model):
     assert full.step_seconds > plain.step_seconds
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -123,6 +125,7 @@ def test_an_edited_recipe_is_planned_as_it_was_edited(tmp_path: Path):
     assert changed.peak_bytes - plain.peak_bytes == 2**23
 
 
+@pytest.mark.long
 def test_a_recipe_with_a_second_model_that_reads_values_is_planned(tmp_path: Path):
     """Like a recipe with a reference: its weights count, its pass saves nothing, and the host reads an arbitrary
     value."""
@@ -148,6 +151,7 @@ def test_a_recipe_with_a_second_model_that_reads_values_is_planned(tmp_path: Pat
     assert two.peak_bytes - plain.peak_bytes == pytest.approx(weights[0], rel=0.2)
 
 
+@pytest.mark.long
 def test_what_goes_round_many_times_is_planned_in_a_few(tmp_path: Path):
     """A step of a billion tokens takes no longer to plan; a number of elements beyond 64 bits is an error."""
     few, many = (planned(tmp_path, f"batch_size={rows}", "memory.loss_chunk_tokens=512") for rows in (16, 10**6))
@@ -167,6 +171,7 @@ def test_asking_a_tensor_for_its_device_takes_no_time():
     assert trace.time.spent.seconds == before
 
 
+@pytest.mark.long
 def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(tmp_path: Path, monkeypatch):
     card, settings = find_device("A100 80GB"), ("optimizer.name=adamw", "optimizer.in_backward=true")
     on_device = planned(tmp_path, *settings, device=card)
@@ -194,6 +199,7 @@ def test_parts_of_pinned_memory_take_nothing_of_the_device():
     assert trace.memory.pinned_bytes == 4000  # the peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", [CPU, find_device("H100")], ids=["cpu", "gpu"])
 def test_layers_that_keep_a_state_are_planned(tmp_path: Path, device):
     """Packed and compiled; their operations count, and are linear in the row length, not quadratic."""
@@ -217,6 +223,7 @@ def test_layers_that_keep_a_state_are_planned(tmp_path: Path, device):
     assert counter.flop_counts["Global"][torch.ops.lean_ft.linear_attention] > 0
 
 
+@pytest.mark.long
 def test_quantized_weights_count_with_their_dense_shapes(tmp_path: Path) -> None:
     model_type, fields = CASES["gpt_oss"]
     config = CONFIG_MAPPING[model_type](**{**SIZES, **fields, "hidden_size": 64, "intermediate_size": 64}).to_dict()
