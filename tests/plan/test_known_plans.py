@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from lean_ft.hub.paths import resolve_model_path
 from lean_ft.plan import known_plans, rehearsal
 from lean_ft.plan.devices import CPU, DEVICES, ONE_DEVICE, Machines
 from lean_ft.plan.known_plans import known, known_or_new, todays_cpu
+from lean_ft.plan.result import Peak, Rehearsal
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import load_recipe, recipes
 
@@ -16,18 +16,27 @@ T4 = DEVICES["T4"]
 
 
 @pytest.fixture
-def configure(tmp_path, monkeypatch):
+def configure(tmp_path, monkeypatch, small_model):
     """The user's own recipe and model, and an empty cache."""
     monkeypatch.setenv("LEAN_FT_CACHE", str(tmp_path / "cache"))
     shutil.copyfile(recipes()["full_finetune_single_device"], tmp_path / "mine.py")
-    shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
+    shutil.copytree(small_model, tmp_path / "model")
 
     def of(*overrides):
         recipe = load_recipe(tmp_path / "mine.py")
         own = [f"model.path={tmp_path / 'model'}", "data.source=unread", "data.max_length=32", "output_dir=unread"]
+        own += ["optimizer.name=sgd"]
         return recipe, load_config(recipe.Config, None, [*own, *overrides])
 
     return of
+
+
+@pytest.fixture
+def rehearsed(configure, monkeypatch):
+    """Rehearsals return this plan, and the list has their settings."""
+    made, settings = Rehearsal(Peak("loss", {"weights": 7}), 1.0, 64, 8, []), []
+    monkeypatch.setattr(rehearsal, "rehearse", lambda recipe, cfg, *_: settings.append(cfg) or made)
+    return made, settings
 
 
 def is_known(recipe, cfg, device=T4, machines=ONE_DEVICE):
@@ -62,21 +71,21 @@ def test_a_plan_is_known_until_something_that_it_depends_on_changes(configure, t
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"sources": {}}', '{"sources": {"no/such.py": "1"}}'])
-def test_a_damaged_or_foreign_file_is_ignored(configure, tmp_path, content):
+def test_a_damaged_or_foreign_file_is_ignored(configure, rehearsed, tmp_path, content):
     recipe, cfg = configure()
-    made = known_or_new(recipe, cfg, T4)
+    made, settings = rehearsed
+    known_or_new(recipe, cfg, T4)
     (file,) = (tmp_path / "cache" / "plans").iterdir()
     whole = file.read_text()
     file.write_text(content)
     assert not is_known(recipe, cfg)
     file.write_text(whole.replace('"tokens": ', '"tokens": "many", "others": '))
     assert not is_known(recipe, cfg)
-    again = known_or_new(recipe, cfg, T4)
-    assert replace(again, planning_seconds=0.0) == replace(made, planning_seconds=0.0)
-    assert is_known(recipe, cfg)
+    assert known_or_new(recipe, cfg, T4) == made
+    assert settings == [cfg, cfg] and is_known(recipe, cfg)
 
 
-def test_few_plans_are_kept_and_none_where_nothing_can_be_written(configure, tmp_path, monkeypatch):
+def test_few_plans_are_kept_and_none_where_nothing_can_be_written(configure, rehearsed, tmp_path, monkeypatch):
     monkeypatch.setattr(known_plans, "_MOST_PLANS", 2)
     for batch_size in (1, 2, 3):
         known_or_new(*configure(f"batch_size={batch_size}"), T4)
