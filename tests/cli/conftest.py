@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
     elif cfg.act == "exit":
         raise SystemExit(143)
     elif cfg.act == "flood":
-        for line in range(100_000):
+        for line in range(10_000):
             print(line, "x" * 100)
 '''
 

@@ -54,11 +54,11 @@ MODELS: dict[str, Case] = {
         in_json("config.json", architectures=["LlamaForSequenceClassification"], id2label=["good", "bad"]),
         "config.json: id2label is .*good.*; expected labels by number",
     ),
-    "a million factors": (
-        rope(rope_type="longrope", short_factor=[1.0] * 10**6),
+    "many factors": (
+        rope(rope_type="longrope", short_factor=[1.0] * 10**5),
         r"short_factor is .{,250}; expected a list of 16 positive numbers",
     ),
-    "a million layer types": (in_json("config.json", layer_types=["x"] * 10**6), "layer_types"),
+    "many layer types": (in_json("config.json", layer_types=["x"] * 10**5), "layer_types"),
     "deep generation_config": (text_in("generation_config.json", DEEP), "generation_config.json is not valid JSON"),
     "eos that is none": (in_json("generation_config.json", eos_token_id="x"), "eos_token_id is 'x'; expected an id"),
     "a long name in the index": (
@@ -195,6 +195,6 @@ def test_what_a_run_appends_to_is_no_link(leanft, tmp_path, name, expected):
 
 
 def test_thousands_of_unknown_settings(leanft, tmp_path):
-    (tmp_path / "preset.yaml").write_text("".join(f"unknown_{i}: 1\n" for i in range(5000)))
+    (tmp_path / "preset.yaml").write_text("".join(f"unknown_{i}: 1\n" for i in range(1000)))
     answer = leanft("run", "finetune", "--config", tmp_path / "preset.yaml")
-    is_one_message(answer, "problems in the settings.*and 4,9.. more")
+    is_one_message(answer, "problems in the settings.*and 9[89]. more")

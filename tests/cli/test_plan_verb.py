@@ -4,13 +4,39 @@ import re
 
 import pytest
 
-from lean_ft.plan import picture, search
+from lean_ft.plan import known_plans, picture, search
+from lean_ft.plan.devices import ONE_DEVICE
 from lean_ft.plan.rehearsal import Rehearsal
-from lean_ft.plan.result import Peak
+from lean_ft.plan.result import Launches, Peak
 from lean_ft.system.units import GIB
 
 
-@pytest.mark.long
+@pytest.fixture(params=["of shapes", pytest.param("rehearsed", marks=pytest.mark.long)])
+def plans(request, monkeypatch):
+    """Plans that follow from a few settings; or those of rehearsals, which take seconds each."""
+
+    def known_or_new(recipe, cfg, device, machines=ONE_DEVICE, needs_timeline=False):
+        kept = {"none": 8, "every_n": 6, "selective": 5, "full": 4}[cfg.memory.activation_checkpointing]
+        tokens, seconds = cfg.batch_size * cfg.data.max_length, (30 - kept) * 1e10 / (device.flops_16bit or 1e9)
+        numbers = [Launches(i + 1.0, 1e12 * i, 1e6 * i, i / 1000) for i in range(40)]
+        return Rehearsal(
+            Peak("loss", {"weights": 2**21, "activations": kept * 2**20}),
+            seconds,
+            tokens,
+            885_888,
+            [],
+            reserved_bytes=kept * 2**21,
+            machines=machines,
+            sent_away_bytes=2**20,
+            ledger={(f"layers.*.part_{i}", "mm"): number for i, number in enumerate(numbers)},
+        )
+
+    if request.param == "of shapes":
+        monkeypatch.setattr(known_plans, "known_or_new", known_or_new)
+        monkeypatch.setattr(search, "known_or_new", known_or_new)
+
+
+@pytest.mark.usefixtures("plans")
 def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
     answer = leanft.ok(
         *("plan", "--config", "tiny/full", "device=cpu", "data.max_length=64", "batch_size=2", "--budget", "1MiB")
@@ -25,6 +51,7 @@ def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
     assert [line for line in others if "simulating" in line and not re.match(told, line)] == []
 
 
+@pytest.mark.usefixtures("plans")
 def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes(leanft):
     answer = leanft.ok("plan", "--config", "tiny/full", "data.max_length=64", "--device-name", "RTX 4090")
     reserved = re.search(r"reserved by the allocator: ([\d.]+ [MG]iB), plus the driver's context", answer.out)
@@ -34,6 +61,7 @@ def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes
     assert re.search(r"\n +peak +reserved +speed  overrides\n", answer.out)
 
 
+@pytest.mark.usefixtures("plans")
 def test_adapters_are_listed_and_the_same_plan_is_not_made_again(leanft, monkeypatch):
     command = ("plan", "--config", "tiny/full", "data.max_length=48", "--device-name", "RTX 4090")
     first = leanft.ok(*command)
@@ -65,8 +93,10 @@ def test_the_picture_is_drawn(tmp_path):
         (tmp_path / "step.png").unlink()
 
 
+@pytest.mark.usefixtures("plans")
 def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
-    monkeypatch.setattr(search, "search", lambda *arguments, **named: None)  # the search has its own tests
+    for name in ("search", "search_adapters"):  # have their own tests
+        monkeypatch.setattr(search, name, lambda *arguments, **named: None)
     tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
     answer = leanft.ok("plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2")
     assert "planned for 4 x H100 on 2 machines in " in answer.out
@@ -77,6 +107,7 @@ def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
 TINY = ("plan", "--config", "tiny/full", "data.max_length=64", "max_steps=3600000")
 
 
+@pytest.mark.usefixtures("plans")
 def test_cards_are_compared_with_time_and_cost(leanft):
     answer = leanft.ok(*TINY, "--device-name", "H100, 4090,t4", "--price", "2,1,0.5")
     names, *rows = [re.split(r"  +", line.strip()) for line in answer.out.splitlines()]
@@ -91,6 +122,7 @@ def test_cards_are_compared_with_time_and_cost(leanft):
     assert [row[:5] for row in again] == [[row[0], "no", *row[2:5]] for row in rows] and again[0][6] == rows[0][6]
 
 
+@pytest.mark.usefixtures("plans")
 def test_the_ledger_sums_up_to_the_step(leanft):
     answer = leanft.ok(*TINY, "--device-name", "H100", "--budget", "1GiB", "--ledger", "--price", "1")
     assert re.search(
