@@ -100,7 +100,7 @@ def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
     tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
     answer = leanft.ok("plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2")
     assert "planned for 4 x H100 on 2 machines in " in answer.out
-    assert re.search(r"peak [\d.]+ GiB on each", answer.out)
+    assert re.search(r"peak [\d.]+ [MG]iB on each", answer.out)
     assert re.search(r"each GPU sends 0 B within its machine and [\d.]+ MiB to other machines per step", answer.out)
 
 

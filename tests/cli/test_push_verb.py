@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from lean_ft.hub import download as hub
+from lean_ft.hub import upload
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.system.units import gibibytes
@@ -25,10 +26,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     module = load_recipe(find_recipe("finetune"))
     settings = ["model.path=tiny", "model.dtype=float32", "data.source=tiny/train.jsonl", "batch_size=4", "device=cpu"]
-    settings += ["max_steps=3", "save_every=1", "data.validation_fraction=0.01", "plan=false", f"log.project={TOKEN}"]
+    settings += ["max_steps=3", "data.validation_fraction=0.01", "plan=false", f"log.project={TOKEN}"]
     for name, more in {"full": [], "lora": ["lora.rank=4"]}.items():
         module.main(load_config(module.Config, None, [*settings, *more, f"output_dir={folder / name}"]))
     return folder
+
+
+@pytest.fixture
+def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no curves, which takes a second."""
+    monkeypatch.setattr(upload, "draw_curves", lambda runs, picture: picture.write_bytes(b"\x89PNG"))
 
 
 @pytest.fixture
@@ -43,7 +50,8 @@ def files_of(server: HubServer, repo: str) -> dict[str, bytes]:
     return repository.commits[repository.revisions["main"]]
 
 
-def test_a_run_is_pushed_and_comes_back(leanft, runs: Path, server: HubServer) -> None:
+def test_a_run_is_pushed_and_comes_back_with_a_card(leanft, runs: Path, server: HubServer) -> None:
+    """The card says how the model was made, and no secret."""
     answer = leanft.ok("push", runs / "full", "me/mine")
     files, newest = files_of(server, "me/mine"), runs / "full" / "step_00000003"
     assert answer.out == f"pushed  {server.url}/me/mine/commit/{server.repositories['me/mine'].revisions['main']}\n"
@@ -55,11 +63,7 @@ def test_a_run_is_pushed_and_comes_back(leanft, runs: Path, server: HubServer) -
     back = AutoModelForCausalLM.from_pretrained(hub.download("me/mine").folder)
     assert torch.equal(back(IDS).logits, AutoModelForCausalLM.from_pretrained(newest)(IDS).logits)
 
-
-def test_the_card_says_how_it_was_made_and_no_secret(leanft, runs: Path, server: HubServer) -> None:
-    leanft.ok("push", runs / "full", "me/mine", "--public")
-    assert not server.repositories["me/mine"].private
-    card = files_of(server, "me/mine")["README.md"].decode()
+    card = files["README.md"].decode()
     rows = [json.loads(line) for line in (runs / "full" / "metrics.jsonl").read_text().splitlines()]
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "trained with lean_ft's recipe `finetune` (step_00000003 of the run)" in card
@@ -72,17 +76,21 @@ def test_the_card_says_how_it_was_made_and_no_secret(leanft, runs: Path, server:
     assert TOKEN not in card and "[token]" in card and SIGNATURE not in card
 
 
+@pytest.mark.usefixtures("without_curves")
 def test_an_adapter_goes_as_peft_reads_it(leanft, runs: Path, server: HubServer) -> None:
-    leanft.ok("push", runs / "lora" / "step_00000001", "me/adapter")
+    leanft.ok("push", runs / "lora" / "step_00000003", "me/adapter", "--public")
+    assert not server.repositories["me/adapter"].private
     files = files_of(server, "me/adapter")
     assert files.keys() >= {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert "library_name: peft" in files["README.md"].decode()
     assert not any(name.startswith("model") for name in files)
-    weights = runs / "lora" / "step_00000001" / "adapter_model.safetensors"
+    weights = runs / "lora" / "step_00000003" / "adapter_model.safetensors"
     assert files["adapter_model.safetensors"] == weights.read_bytes()
 
 
-@pytest.mark.parametrize("token", [TOKEN, None])
+@pytest.mark.usefixtures("without_curves")
+@pytest.mark.first(1)
+@pytest.mark.parametrize("token", [None, TOKEN])
 def test_a_dry_run_prints_what_a_push_uploads_and_sends_nothing(
     leanft, runs: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch, token: str | None
 ) -> None:
@@ -105,6 +113,7 @@ def test_a_dry_run_prints_what_a_push_uploads_and_sends_nothing(
     assert yaml.safe_load(files["README.md"].decode().split("---")[1])["license"] == "apache-2.0"
 
 
+@pytest.mark.usefixtures("without_curves")
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
@@ -133,7 +142,7 @@ def test_what_goes_wrong_is_one_message_without_the_token(
 
 def test_damaged_lines_of_a_run_are_left_out_of_cards_tables_and_curves(leanft, runs: Path, tmp_path: Path) -> None:
     def card(run: Path) -> str:
-        return leanft.ok("push", run, "me/mine", "--dry-run").out.partition("---")[2]
+        return upload.model_card(run / "step_00000003", run, "me/mine", has_picture=False)
 
     damaged = Path(shutil.copytree(runs / "full", tmp_path / "full"))
     lines = (damaged / "metrics.jsonl").read_text().splitlines(keepends=True)
