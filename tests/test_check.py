@@ -121,12 +121,12 @@ TILED, PACKED, UPDATE, ROUNDING, LORA, QLORA = TECHNIQUES
 @pytest.mark.parametrize(
     ("damage", "checks", "found"),
     [
-        (with_another_rope, ("plain step", "logits and gradients"), {"logits", "gradients"}),
-        (with_a_wrong_step, ("plain step", UPDATE, LORA), {UPDATE}),
-        (with_a_changed_gradient, ("plain step", TILED, PACKED), {TILED}),
-        (with_rounding_to_nearest, ("plain step", ROUNDING, UPDATE), {ROUNDING}),
         (with_a_changed_bit, ("saved weights",), {"save and read back", "export and read back"}),
         (with_another_tokenizer, ("token ids",), {"token ids", "chat template"}),
+        (with_a_changed_gradient, ("plain step", TILED, PACKED), {TILED}),
+        (with_another_rope, ("plain step", "logits and gradients"), {"logits", "gradients"}),
+        (with_a_wrong_step, ("plain step", UPDATE, LORA), {UPDATE}),
+        (with_rounding_to_nearest, ("plain step", ROUNDING, UPDATE), {ROUNDING}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

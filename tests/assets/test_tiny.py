@@ -173,6 +173,7 @@ def test_the_script_makes_the_same_rows_and_tokenizer(tmp_path: Path) -> None:
         assert file.read_bytes() == (ASSETS / file.relative_to(tmp_path)).read_bytes(), file.name
 
 
+@pytest.mark.long
 def test_the_base_model_cannot_answer_yet(tokenizer: Tokenizer) -> None:
     """It knows the facts but not the format, so that finetuning has a visible effect."""
     config = SFTDataConfig(source="tiny/train.jsonl", validation_source="tiny/validation.jsonl")

@@ -150,3 +150,32 @@ def leanft_process(tmp_path: Path) -> Callable[..., Answer]:
         return Answer(done.returncode, done.stdout, done.stderr)
 
     return call
+
+
+@pytest.fixture(params=["of shapes", pytest.param("rehearsed", marks=pytest.mark.long)])
+def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that follow from a few settings; or those of rehearsals, which take seconds each."""
+    if request.param == "rehearsed":
+        return
+    from lean_ft.plan import known_plans, rehearsal, search
+    from lean_ft.plan.devices import ONE_DEVICE
+    from lean_ft.plan.result import Launches, Peak, Rehearsal
+
+    def planned(recipe, cfg, device, machines=ONE_DEVICE, needs_timeline=False):
+        kept = {"none": 8, "every_n": 6, "selective": 5, "full": 4}[cfg.memory.activation_checkpointing]
+        numbers = [Launches(i + 1.0, 1e12 * i, 1e6 * i, i / 1000) for i in range(40)]
+        return Rehearsal(
+            Peak("loss", {"weights": 2**21, "activations": kept * 2**12 * cfg.data.max_length}),
+            (30 - kept) * 1e10 / (device.flops_16bit or 1e9),
+            cfg.batch_size * cfg.data.max_length,
+            885_888,
+            [],
+            reserved_bytes=kept * 2**21,
+            machines=machines,
+            sent_away_bytes=2**20,
+            ledger={(f"layers.*.part_{i}", "mm"): number for i, number in enumerate(numbers)},
+        )
+
+    monkeypatch.setattr(rehearsal, "rehearse", planned)
+    for module in (known_plans, search):
+        monkeypatch.setattr(module, "known_or_new", planned)

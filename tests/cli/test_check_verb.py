@@ -54,7 +54,7 @@ def test_a_difference_or_a_crash_exits_with_1_and_a_refusal_does_not(leanft, mon
     assert "2 of 9 checks failed: plain step, memory.tile_mlp=2\n" in answer.err
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["reward model", "quantized", "classifier"])
 def test_a_healthy_folder_that_is_not_trained_as_text_passes(leanft, tmp_path, kind):
     folder = tmp_path / "model"

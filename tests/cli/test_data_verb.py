@@ -84,6 +84,7 @@ def test_stats(leanft, run, tmp_path):
     assert all(line == line.rstrip() for line in answer.out.splitlines())
 
 
+@pytest.mark.usefixtures("plans")
 def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "Some words."}\n')
     run = ["full_finetune_single_device", "model.path=tiny", f"data.source={tmp_path}/rows.jsonl", "device=cpu"]
@@ -123,7 +124,7 @@ FILES = {
 }
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("format", FILES)
 def test_a_file_alone_is_shown_as_its_rows_are_trained(leanft, tmp_path, monkeypatch, format: str):
     monkeypatch.chdir(tmp_path)
@@ -278,9 +279,18 @@ class Steps:
 '''
 
 
+GIVEN = {
+    "both": (["environment=tools.py:Env", "tools=[tools.py:search]"], 2),
+    "neither": ([], 0),
+    "tools": (["tools=[tools.py:search]"], 1),
+    "steps": (["environment=tools.py:Steps"], 0),
+}
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", ["grpo", "ppo", "online_dpo"])
-def test_prompts_have_the_tools_of_the_run(leanft, tmp_path, monkeypatch, recipe: str):
+@pytest.mark.parametrize("what", GIVEN)
+def test_prompts_have_the_tools_of_the_run(leanft, tmp_path, monkeypatch, recipe: str, what: str):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tools.py").write_text(TOOLS)
     rows = [{"prompt": f"Work out {number}."} for number in (2, 33, 444)]
@@ -289,21 +299,15 @@ def test_prompts_have_the_tools_of_the_run(leanft, tmp_path, monkeypatch, recipe
     theirs = AutoTokenizer.from_pretrained(resolve_model_path("tiny-tools"))
     spec: dict[str, Any] = {}
     exec(TOOLS, spec)  # its functions, whose schemas transformers makes
-    for given, functions in (
-        ([], []),
-        (["tools=[tools.py:search]"], [spec["search"]]),
-        (["environment=tools.py:Env", "tools=[tools.py:search]"], [spec["search"], spec["Env"]().look]),
-        (["environment=tools.py:Steps"], []),
-    ):
-        lengths = [
-            len(theirs.apply_chat_template(messages, tools=functions or None, add_generation_prompt=True)["input_ids"])
-            for messages in ([{"role": "user", "content": row["prompt"]}] for row in rows)
-        ]
-        answer = leanft.ok("data", "stats", *run, *given, f"data.max_prompt_length={max(lengths) - 1}")
-        assert f"3 prompts, {sum(lengths):,} tokens" in answer.out, given
-        assert f"1 longer than max_prompt_length={max(lengths) - 1}, which a run drops" in answer.out
-        assert ("is not reset here" in answer.err) == ("environment" in "".join(given))
-        answer = leanft.ok("data", "preview", *run, *given)
-        assert all(
-            name in answer.out for name in (f"line 1: {lengths[0]} tokens", *(one.__name__ for one in functions))
-        )
+    given, number = GIVEN[what]
+    functions = [spec["search"], spec["Env"]().look][:number]
+    lengths = [
+        len(theirs.apply_chat_template(messages, tools=functions or None, add_generation_prompt=True)["input_ids"])
+        for messages in ([{"role": "user", "content": row["prompt"]}] for row in rows)
+    ]
+    answer = leanft.ok("data", "stats", *run, *given, f"data.max_prompt_length={max(lengths) - 1}")
+    assert f"3 prompts, {sum(lengths):,} tokens" in answer.out
+    assert f"1 longer than max_prompt_length={max(lengths) - 1}, which a run drops" in answer.out
+    assert ("is not reset here" in answer.err) == ("environment" in "".join(given))
+    answer = leanft.ok("data", "preview", *run, *given)
+    assert all(name in answer.out for name in (f"line 1: {lengths[0]} tokens", *(one.__name__ for one in functions)))

@@ -41,7 +41,7 @@ def test_what_came_and_what_to_run_next(leanft, repository):
     assert leanft("validate", *arguments[1:]).code == 0  # the command is valid as printed
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("arguments", "runs"),
     [
@@ -115,6 +115,7 @@ def test_a_token_is_nowhere_to_be_read(leanft, repository, hub_server, tmp_path,
         assert file.is_dir() or TOKEN.encode() not in file.read_bytes()
 
 
+@pytest.mark.long
 def test_ctrl_c_says_what_stays_and_the_same_command_goes_on(leanft, repository, hub_server):
     hub_server.stalls = True
     process = subprocess.Popen(

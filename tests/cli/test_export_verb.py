@@ -47,6 +47,7 @@ def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
     assert (merged - expected).norm() < 1e-4 * expected.norm()
 
 
+@pytest.mark.long
 def test_merging_and_converting_in_one_step_is_both(leanft, tmp_path, adapter):
     """The file equals the export of the merged folder. It has the model's tokenizer, because the adapter has none."""
     leanft.ok("export", adapter, tmp_path / "merged", "--merge")

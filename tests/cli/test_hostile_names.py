@@ -55,7 +55,7 @@ def test_no_path_or_name_has_control_characters(name: str) -> None:
         assert name not in str(raised.value)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", PROGRAM)
 def test_a_job_file_has_no_foreign_text(leanft, tmp_path, monkeypatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,6 +135,7 @@ def test_a_model_card_shows_foreign_text(tmp_path: Path) -> None:
     assert "```a`b``c```" not in card and "``` a`b``c ```" in card and "`` fine`tune ``" in card
 
 
+@pytest.mark.long
 def test_dollar_signs_in_names_are_drawn(tmp_path: Path) -> None:
     run = tmp_path / r"a$\frac$b"
     run.mkdir()

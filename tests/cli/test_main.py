@@ -83,6 +83,11 @@ def test_a_shell_is_told_what_could_come_next(leanft, monkeypatch, words, answer
     assert (answer.code, answer.out.split()) == (0, answers)
 
 
+def test_the_version(leanft):
+    assert leanft.quiet("--version").out == f"{lean_ft.__version__}\n"
+
+
+@pytest.mark.long
 def test_python_m_lean_ft_is_leanft(leanft_process):
     answer = leanft_process("--version")
     assert (answer.code, answer.out, answer.err) == (0, f"{lean_ft.__version__}\n", "")

@@ -4,36 +4,10 @@ import re
 
 import pytest
 
-from lean_ft.plan import known_plans, picture, search
-from lean_ft.plan.devices import ONE_DEVICE
+from lean_ft.plan import picture, search
 from lean_ft.plan.rehearsal import Rehearsal
-from lean_ft.plan.result import Launches, Peak
+from lean_ft.plan.result import Peak
 from lean_ft.system.units import GIB
-
-
-@pytest.fixture(params=["of shapes", pytest.param("rehearsed", marks=pytest.mark.long)])
-def plans(request, monkeypatch):
-    """Plans that follow from a few settings; or those of rehearsals, which take seconds each."""
-
-    def known_or_new(recipe, cfg, device, machines=ONE_DEVICE, needs_timeline=False):
-        kept = {"none": 8, "every_n": 6, "selective": 5, "full": 4}[cfg.memory.activation_checkpointing]
-        tokens, seconds = cfg.batch_size * cfg.data.max_length, (30 - kept) * 1e10 / (device.flops_16bit or 1e9)
-        numbers = [Launches(i + 1.0, 1e12 * i, 1e6 * i, i / 1000) for i in range(40)]
-        return Rehearsal(
-            Peak("loss", {"weights": 2**21, "activations": kept * 2**20}),
-            seconds,
-            tokens,
-            885_888,
-            [],
-            reserved_bytes=kept * 2**21,
-            machines=machines,
-            sent_away_bytes=2**20,
-            ledger={(f"layers.*.part_{i}", "mm"): number for i, number in enumerate(numbers)},
-        )
-
-    if request.param == "of shapes":
-        monkeypatch.setattr(known_plans, "known_or_new", known_or_new)
-        monkeypatch.setattr(search, "known_or_new", known_or_new)
 
 
 @pytest.mark.usefixtures("plans")

@@ -38,7 +38,7 @@ def validated(leanft):
     return check
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["", "recipe: finetune\noutput_dir: runs/taken\nlora: {rank: 2}\n"])
 def test_download(leanft, validated, hub_server, user_folder, tmp_path, monkeypatch, preset):
     files = {file.name: file.read_bytes() for file in resolve_model_path("tiny").iterdir()}

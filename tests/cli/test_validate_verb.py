@@ -72,15 +72,15 @@ def arguments(tmp_path):
     return arguments
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("data.source=DIR/unmapped.jsonl", "unmapped.jsonl, line 1: cannot detect the format from the fields question, reply"),
-        ("data.columns.prompt=promt", "data.columns.prompt=promt: .*no column `promt`.*Did you mean 'prompt'"),
-        ("data.chat_template=DIR/none.jinja", "chat template .*none.jinja cannot be read"),
         ("output_dir=DIR", "holds files that do not belong to a run"),
         ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
+        ("data.columns.prompt=promt", "data.columns.prompt=promt: .*no column `promt`.*Did you mean 'prompt'"),
+        ("data.chat_template=DIR/none.jinja", "chat template .*none.jinja cannot be read"),
         ("model.path=DIR/adapter", "has no config.json: it is an adapter. .*adapter="),
         ("data.source=DIR/mixed.jsonl", "text: {}/mixed.jsonl, line 10"),
         ("data.source=DIR/number.jsonl", "line 10: the field `completion` is a number"),
@@ -155,6 +155,7 @@ def test_all_missing_files_are_named(leanft, arguments, tmp_path):
     assert "good.jsonl" not in refusal
 
 
+@pytest.mark.long
 def test_a_reference_is_told_or_refused(leanft, tmp_path):
     given = ("validate", "dpo", "--config", "tiny/dpo", "device=cpu", f"output_dir={tmp_path / 'run'}")
     assert "# reference: cached, " in leanft(*given).out
@@ -196,7 +197,8 @@ def with_dynamic_frequencies(folder) -> list[str]:
     return [f"model.path={folder / 'model'}", f"output_dir={folder / 'run'}", "device=cpu"]
 
 
-@pytest.mark.parametrize("recipe", ["dpo", pytest.param("reward", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
 def test_a_run_of_several_ranks_is_valid(leanft, tmp_path, recipe):
     given = ("validate", recipe, "--config", f"tiny/{recipe}", *with_dynamic_frequencies(tmp_path))
     leanft.ok(*given)
@@ -214,7 +216,7 @@ def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
     assert "# data.source: of the first rows, 16 rows (prompt_completion" in leanft.ok("validate", *arguments()).out
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("overrides", "kept"),
     [

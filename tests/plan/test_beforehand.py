@@ -46,7 +46,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(beforehand.subprocess, "run", run)
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -153,16 +153,24 @@ def written(monkeypatch, tmp_path):
     return write
 
 
-def test_a_run_that_may_not_fit_is_rehearsed_in_a_process_of_its_own_and_told(recipe, written, configure, capfd):
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeypatch):
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
+    outlook = foresee(recipe, cfg := configure())
+    assert outlook is not None and not outlook.fits
+    assert 2**20 < outlook.peak_bytes < (upper_bound_bytes(cfg) or 0)
+    assert f"of the process itself, reached in: {outlook.where}" in str(outlook) and outlook.where
+    assert outlook.process_bytes > 2**27  # torch alone
+    assert replace(outlook, room_bytes=None).fits
+
+
+@pytest.mark.long
+def test_a_rehearsal_has_a_process_of_its_own(recipe, written, configure, capfd):
     """The process sees no GPU, tells prints of the recipe from its answer, and leaves nothing behind."""
     prints = "assert os.environ['CUDA_VISIBLE_DEVICES'] == ''; print('output of a recipe')"
     mine = written(f"{prints}; sys.modules.update(left_behind=sys); full.main(cfg)")
     outlook = foresee(mine, cfg := configure())
-    assert outlook is not None and not outlook.fits
-    assert outlook.peak_bytes == rehearse(recipe, cfg, CPU).peak_bytes
-    assert f"of the process itself, reached in: {outlook.where}" in str(outlook) and outlook.where
-    assert outlook.process_bytes > 2**27  # torch alone
-    assert replace(outlook, room_bytes=None).fits
+    assert outlook is not None and outlook.peak_bytes == rehearse(recipe, cfg, CPU).peak_bytes
     assert "output of a recipe" in capfd.readouterr().err and "left_behind" not in sys.modules
 
 

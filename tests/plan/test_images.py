@@ -17,6 +17,7 @@ from lean_ft.system.catalog import find_preset, find_recipe, load_recipe, preset
 MODELS = [name.partition("/")[0] for name in presets() if name.endswith("/images") and not name.startswith("tiny")]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_images_of_one_size_fill_a_row_with_notably_more_patches(model):
     folder = find_preset(f"{model}/images").parent
@@ -44,7 +45,7 @@ def test_a_preset_with_images_is_planned_without_a_network(hub_server, tmp_path,
     assert hub_server.requests == []
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preset", "max_length", "num_patches", "pixel_bytes"),
     [("tiny/images", 96, 4 * 96, 2**17), ("smolvlm2_2b/images", 1400, 17 * 27**2, 2**27)],

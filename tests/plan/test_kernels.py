@@ -58,6 +58,7 @@ def planned(work: Any, device: Device) -> tuple[Trace, dict[str, Any]]:
     return trace, {name: launches for (_, name), launches in trace.time.spent.ledger.items()}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("card", "kind", "rules", "why"),
     [
@@ -139,6 +140,7 @@ def test_a_plan_saves_for_backward_what_a_card_saves(kind: dict[str, Any]) -> No
     assert found[0] == pytest.approx(saved_bytes("cuda"), abs=1024)  # state of dropout
 
 
+@pytest.mark.long
 def test_recurrent_layers_without_their_kernels_grow_with_the_row() -> None:
     def launches(num_tokens: int) -> float:
         def work() -> None:

@@ -22,7 +22,7 @@ from lean_ft.system.catalog import find_recipe, load_recipe
 from tests.parallel.processes import on_ranks, supported
 from tests.training.toy_runs import QWEN
 
-SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 4096}
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "vocab_size": 4096}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 SETTINGS = (
     "model.random_init=true",

@@ -91,12 +91,13 @@ def test_a_plan_for_a_gpu_counts_the_launches_of_a_gpu(plan: Plan, model: Decode
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("lean", "fast"), [("full", "none"), ("full", "selective"), ("selective", "none")])
 def test_checkpointing_keeps_the_layers_inputs(plan: Plan, lean: str, fast: str):
-    less, more = (plan(f"memory.activation_checkpointing={kind}") for kind in (lean, fast))
+    given = {kind: [f"memory.activation_checkpointing={kind}"] for kind in (lean, fast)} | {"none": []}
+    less, more = plan(*given[lean]), plan(*given[fast])
     assert less.peak_bytes < more.peak_bytes
     assert less.step_seconds > more.step_seconds
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -123,7 +124,7 @@ def edited(folder: Path, *changes: tuple[str, str]) -> ModuleType:
     return load_recipe(folder / "mine.py")
 
 
-def test_an_edited_recipe_is_planned_as_it_was_edited_and_nothing_is_left(plan: Plan, settings, tmp_path: Path):
+def test_an_edited_recipe_is_planned_as_it_was_edited_and_nothing_is_left(plan: Plan, settings, small_model, tmp_path):
     """A recipe that keeps an 8 MiB tensor during the step takes 8 MiB more. No data and no run directory are needed, and
     torch.compile is restored."""
     kept = "    kept = torch.ones(2**23, dtype=torch.uint8)\n"
@@ -131,6 +132,7 @@ def test_an_edited_recipe_is_planned_as_it_was_edited_and_nothing_is_left(plan: 
     before = torch.compile, torch.Tensor.backward
     changed = rehearse(recipe, config_of(RECIPE, *settings, folder=tmp_path / "run"), CPU)
     assert changed.peak_bytes - plan().peak_bytes == 2**23
+    assert str(small_model / "config.json") in changed.model_files
     assert (torch.compile, torch.Tensor.backward) == before
     assert [file.name for file in tmp_path.iterdir() if file.name != "__pycache__"] == ["mine.py"]
 
