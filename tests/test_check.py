@@ -117,7 +117,7 @@ def with_another_tokenizer(tmp_path: Path):
 TILED, PACKED, UPDATE, ROUNDING, LORA, QLORA = TECHNIQUES
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("damage", "checks", "found"),
     [

@@ -238,10 +238,8 @@ def run_python(code: str) -> str:
 
 
 def test_names_are_listed_without_torch_and_found() -> None:
-    names = run_python(
-        "import lean_ft, sys; print(*dir(lean_ft)); lean_ft.system.units; "
-        "assert not {'torch', 'typer'} & sys.modules.keys()"
-    ).split()
+    code = "import lean_ft, sys; print(*dir(lean_ft)); assert not {'torch', 'typer'} & sys.modules.keys()"
+    names = run_python(code).split()
     assert {*lean_ft.__all__, "data", "generation", "losses"} <= {*names}
     assert all(callable(getattr(lean_ft, name)) for name in lean_ft.__all__ if name != "__version__")
     assert (Path(lean_ft.__file__).parent / "py.typed").is_file(), "type checkers read annotations"
@@ -251,7 +249,9 @@ def test_names_are_listed_without_torch_and_found() -> None:
 
 @pytest.mark.long
 def test_a_subpackage_with_torch_is_found() -> None:
-    run_python("import lean_ft; lean_ft.generation.sample; assert 'sft_batches' in dir(lean_ft.data)")
+    run_python(
+        "import lean_ft; lean_ft.generation.sample, lean_ft.system.units; assert 'sft_batches' in dir(lean_ft.data)"
+    )
 
 
 # A cell that checks what a notebook's other cells have computed.

@@ -221,8 +221,8 @@ def _storage() -> bool:
     )
 
 
-def _lookup_backend() -> bool:
-    return callable(torch_private.lookup_backend("inductor"))
+def _inductor() -> bool:
+    return torch_private.pick_vec_isa().bit_width() >= 0 and callable(torch_private.lookup_backend("inductor"))
 
 
 def _budget() -> bool:
@@ -240,8 +240,7 @@ USES = {
     "graph_is_kept": _graph_is_kept,
     "is_wrapper_tensor": lambda: not torch_private.is_wrapper_tensor(torch.ones(1)),
     "dynamo": lambda: torch_private.dynamo.config.recompile_limit > 0 and torch_private.dynamo.mark_static,
-    "pick_vec_isa": lambda: torch_private.pick_vec_isa().bit_width() >= 0,
-    "lookup_backend": _lookup_backend,
+    **dict.fromkeys(["pick_vec_isa", "lookup_backend"], _inductor),
     "functorch_config": _budget,
     "tree_iter": lambda: list(torch_private.tree_iter({"a": [1, (2,)]})) == [1, 2],
     "is_this_machine": lambda: torch_private.is_this_machine("localhost"),
@@ -275,9 +274,9 @@ def test_each_name_has_a_use_here():
     assert missing_names() == {}
 
 
-@pytest.mark.first(len({*USES.values()}) - 1)  # the last one imports Inductor
+@pytest.mark.first(len({*USES.values()}) - 1)  # the last one imports it
 @pytest.mark.parametrize(
-    "use", sorted(dict.fromkeys(USES.values()), key=lambda use: use is _lookup_backend), ids=lambda use: use.__name__
+    "use", sorted(dict.fromkeys(USES.values()), key=lambda use: use is _inductor), ids=lambda use: use.__name__
 )
 def test_names_do_what_they_are_for(use):
     assert use()

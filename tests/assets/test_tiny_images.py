@@ -50,6 +50,7 @@ def exact_match(path: Path | str, num_questions: int) -> float:
     return answer_held_out(load_model(model), tokenizer, held_out, num_questions).exact_match
 
 
+@pytest.mark.long
 def test_ids_and_logits_equal_transformers() -> None:
     folder, row = ASSETS / "model", rows("validation")[0]
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

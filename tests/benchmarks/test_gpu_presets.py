@@ -26,7 +26,7 @@ PLANNED = {"predicted_bytes": 1, "predicted_reserved_bytes": 2, "predicted_launc
 @pytest.mark.parametrize("is_rehearsed", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_planning_again_replaces_the_planned_numbers_alone(tmp_path, monkeypatch, is_rehearsed):
     if not is_rehearsed:  # in a process, for seconds
-        again = dict.fromkeys(PLANNED, 2**21) | {"predicted_seconds": 0.5}
+        again = dict.fromkeys(PLANNED, 2**21) | {"predicted_seconds": 0.5, "tokens": 64}
         print_plan = ["echo", json.dumps(again)]
         process = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         monkeypatch.setattr(gpu_presets, "start", lambda *_: process(print_plan))

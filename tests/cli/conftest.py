@@ -167,7 +167,7 @@ def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         return Rehearsal(
             Peak("loss", {"weights": 2**21, "activations": kept * 2**12 * cfg.data.max_length}),
             (30 - kept) * 1e10 / (device.flops_16bit or 1e9),
-            cfg.batch_size * cfg.data.max_length,
+            cfg.data.batch_tokens or cfg.batch_size * cfg.data.max_length,
             885_888,
             [],
             reserved_bytes=kept * 2**21,

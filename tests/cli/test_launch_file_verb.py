@@ -123,6 +123,7 @@ def test_hugging_face_jobs(leanft, folder, tmp_path, asks_client: bool):
         assert fact in checked.stdout
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -42,7 +42,7 @@ FILES = {
 }
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_what_is_no_such_file_is_a_message(leanft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str):
     monkeypatch.chdir(tmp_path)

@@ -65,7 +65,7 @@ def test_cp(leanft, validated, user_folder, name):
     leanft.ok("ls", "my own/generate.py")
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preset", "settings", "tries"),
     [
