@@ -141,6 +141,7 @@ def test_damage_is_found(damage, checks, found, monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_without_transformers_its_rows_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     rows = rows_of(("token ids", "plain step", "logits and gradients", PACKED))

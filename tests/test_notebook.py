@@ -162,6 +162,7 @@ def test_rewards_are_functions_classes_and_objects(tmp_path: Path) -> None:
         run_tiny("grpo", tmp_path / "b", rewards=Brief, max_steps=len, **GRPO)
 
 
+@pytest.mark.long
 def test_an_edited_reward_resumes_and_other_settings_do_not(tmp_path: Path) -> None:
     def judge(completions: list[str], **_: Any) -> list[float]:
         raise KeyError("answer")

@@ -49,6 +49,7 @@ def test_settings_have_the_measured_order_on_a_cpu_and_speeds_within_a_fifth(tmp
         assert planned == pytest.approx(measured, rel=0.2)
 
 
+@pytest.mark.long
 def test_this_cpu_is_measured():
     cpu = measured_cpu()
     assert cpu.is_cpu

@@ -152,6 +152,21 @@ def leanft_process(tmp_path: Path) -> Callable[..., Answer]:
     return call
 
 
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random adapter of the embedded model, in the format of a run."""
+    from lean_ft.models import load_model
+    from lean_ft.peft import apply_lora, save_adapter
+    from lean_ft.settings import LoRAConfig
+    from tests.peft.conftest import randomize
+
+    model = load_model("tiny")
+    apply_lora(model, LoRAConfig(rank=2))
+    randomize(model)
+    save_adapter(model, folder := tmp_path_factory.mktemp("adapter"))
+    return folder
+
+
 @pytest.fixture(params=["of shapes", pytest.param("rehearsed", marks=pytest.mark.long)])
 def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that follow from a few settings; or those of rehearsals, which take seconds each."""

@@ -73,7 +73,7 @@ output_dir: run
 """
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("theirs", [LLAMA_FACTORY, AXOLOTL], ids=["LLaMA-Factory", "axolotl"])
 def test_a_converted_configuration_trains(theirs, leanft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

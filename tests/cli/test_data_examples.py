@@ -18,7 +18,7 @@ from lean_ft.system import catalog
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data_by_example.md").read_text()
 FORMATS: dict[str, dict[str, Any]] = yaml.safe_load(EXAMPLES.read_text())
-FIRST = ("messages", "preference", "prompts")
+FIRST = ("messages",)
 NEEDS_TEMPLATE = ("tools", "reasoning")  # the page shows these with Qwen3's template
 EXTRA_SETTINGS = {"grpo": ["rewards=[exact_answer]"], "ppo": ["rewards=[exact_answer]"]}
 EXTRA_SETTINGS |= {"online_dpo": ["rewards=[exact_answer]"], "distill": ["distill.teacher=tiny"]}

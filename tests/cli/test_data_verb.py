@@ -230,7 +230,8 @@ def test_labels_of_texts(leanft, tmp_path):
     assert "line 2, no label: " in answer.out
 
 
-@pytest.mark.parametrize(("good", "bad"), [(2, 1), (2, 0), (0, 2)])
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("good", "bad"), [(2, 0), (2, 1), (0, 2)])
 def test_kto_counts_good_and_bad_answers(leanft, run, tmp_path, good: int, bad: int):
     rows = [{"prompt": f"Say {i}", "completion": "yes", "label": i < good} for i in range(good + bad)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -16,9 +16,9 @@ from tests.parallel.processes import needs_parts
 SET = ["lora.dora=true", "data.columns.prompt=prompt", "optimizer.betas=[0.8,0.9]"]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("option", [[], ["--all"]])
-@pytest.mark.parametrize("overrides", [[], SET], ids=["defaults", "set"])
+@pytest.mark.parametrize("overrides", [SET, []], ids=["set", "defaults"])
 def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_path, option, overrides):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     given = [
@@ -37,7 +37,7 @@ def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_pa
     assert load_config(config, preset, []) == load_config(config, None, given)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", [name for name in catalog.presets() if name.startswith("tiny/")])
 def test_the_chosen_settings_of_every_recipe_give_the_same_run(tmp_path, name):
     preset = catalog.presets()[name]
@@ -72,7 +72,7 @@ def arguments(tmp_path):
     return arguments
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
