@@ -1,9 +1,5 @@
 """Fixtures: a toy recipe that needs no torch, folders of recipes and presets, and functions that call `leanft`."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,25 +127,6 @@ class Leanft:
 @pytest.fixture
 def leanft(capsys: pytest.CaptureFixture[str]) -> Leanft:
     return Leanft(capsys)
-
-
-@pytest.fixture
-def leanft_process(tmp_path: Path) -> Callable[..., Answer]:
-    """Return a function that runs `leanft` in a new process in an empty folder."""
-
-    def call(*arguments: str | Path, **variables: str) -> Answer:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "COLUMNS"))}
-        done = subprocess.run(
-            [sys.executable, "-m", "lean_ft", *map(str, arguments)],
-            cwd=tmp_path,
-            env={**kept, **variables},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        return Answer(done.returncode, done.stdout, done.stderr)
-
-    return call
 
 
 @pytest.fixture(scope="session")

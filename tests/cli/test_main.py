@@ -87,12 +87,6 @@ def test_the_version(leanft):
     assert leanft.quiet("--version").out == f"{lean_ft.__version__}\n"
 
 
-@pytest.mark.long
-def test_python_m_lean_ft_is_leanft(leanft_process):
-    answer = leanft_process("--version")
-    assert (answer.code, answer.out, answer.err) == (0, f"{lean_ft.__version__}\n", "")
-
-
 def test_what_needs_no_recipe_imports_no_torch():
     script = (
         "import sys\n"
