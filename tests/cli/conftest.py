@@ -8,8 +8,6 @@ import pytest
 from lean_ft.cli.main import run_command_line
 from lean_ft.system import catalog
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-
 TOY_RECIPE = '''"""A toy recipe: does what `act` says.
 
     leanft run toy

@@ -3,14 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import lean_ft
 from lean_ft.system.before_torch import CUDA_ALLOCATOR_VARIABLES
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 VERBS = ["run", "ls", "cp", "cat", "validate", "env"]
 
 
