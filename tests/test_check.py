@@ -40,6 +40,7 @@ def rows_of(names: tuple[str, ...] = (), folder: Path | None = None) -> dict[str
     return {row[0]: row for name, rows in checks.run() if not names or name in names for row in rows()}
 
 
+@pytest.mark.long
 def test_a_sound_model_passes_every_check():
     rows = rows_of()
     assert len(rows) == 10 + len(TECHNIQUES) + 1
@@ -116,15 +117,16 @@ def with_another_tokenizer(tmp_path: Path):
 TILED, PACKED, UPDATE, ROUNDING, LORA, QLORA = TECHNIQUES
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("damage", "checks", "found"),
     [
-        (with_another_rope, ("plain step", "logits and gradients"), {"logits", "gradients"}),
-        (with_a_wrong_step, ("plain step", UPDATE, LORA), {UPDATE}),
-        (with_a_changed_gradient, ("plain step", TILED, PACKED), {TILED}),
-        (with_rounding_to_nearest, ("plain step", ROUNDING, UPDATE), {ROUNDING}),
         (with_a_changed_bit, ("saved weights",), {"save and read back", "export and read back"}),
         (with_another_tokenizer, ("token ids",), {"token ids", "chat template"}),
+        (with_a_changed_gradient, ("plain step", TILED, PACKED), {TILED}),
+        (with_another_rope, ("plain step", "logits and gradients"), {"logits", "gradients"}),
+        (with_a_wrong_step, ("plain step", UPDATE, LORA), {UPDATE}),
+        (with_rounding_to_nearest, ("plain step", ROUNDING, UPDATE), {ROUNDING}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -139,6 +141,7 @@ def test_damage_is_found(damage, checks, found, monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_without_transformers_its_rows_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     rows = rows_of(("token ids", "plain step", "logits and gradients", PACKED))

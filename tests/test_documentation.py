@@ -14,8 +14,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,16 @@ from lean_ft.system import catalog
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Their commands train for a while.
-LONG = (
-    *("index.md", "coming_from_trl.md", "preferences.md", "distillation.md", "online.md", "using.md", "export.md"),
-    *("first_fine_tune.md", "hyperparameters.md", "troubleshooting.md"),
-)
+SHORT = ("data_by_example.md", "coming_from_torchtune.md", "many_devices.md")  # others train for a while
 TRAINED = {"runs/first", "runs/qat", "runs/tiny", "runs/tiny_images"}  # created by an earlier command
 NO_SETTING = {"shell=True", "merge=True"}  # Python, not a setting
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
+
+
+def by_hand(document: Path) -> str:
+    """The text without the tables that are made from lean_ft/assets/other_tools.yaml; tests/settings/test_other_tools.py
+    tests the file and that the tables are current."""
+    return re.sub(r"<!-- settings: .*?<!-- end of settings -->", "", document.read_text(), flags=re.DOTALL)
 
 
 def settings_in(text: str) -> list[str]:
@@ -70,8 +73,24 @@ def config_classes() -> list[type]:
     return [catalog.load_recipe(file).Config for file in catalog.recipes().values()]
 
 
+@pytest.fixture(scope="module")
+def refusals(config_classes) -> Callable[[str], list[str]]:
+    """A function that returns the recipes' errors for a setting; none if a recipe takes the setting."""
+
+    @cache
+    def of(setting: str) -> list[str]:
+        errors = []
+        for config_class in config_classes:
+            if not (error := refusal(config_class, setting)):
+                return []
+            errors.append(error)
+        return errors
+
+    return of
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, document, tmp_path, monkeypatch):
+def test_every_setting_in_a_document_is_taken_by_a_recipe(refusals, document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # with the user files that documents name
     (tmp_path / "my_rows.py").write_text("def convert(row): ...\n")
     (tmp_path / "my_tools.py").write_text("def get_weather(city): ...\n")
@@ -80,26 +99,23 @@ def test_every_setting_in_a_document_is_taken_by_a_recipe(config_classes, docume
     (tmp_path / "my_schedule.py").write_text("def fn(step, total_steps): ...\n")
     (tmp_path / "my_tools.py").write_text("def add(a, b): ...\n")
     (tmp_path / "my_env.py").write_text("class Guess: ...\n")
-    for setting in settings_in(document.read_text()):
-        refusals = [refusal(config_class, setting) for config_class in config_classes]
-        assert "" in refusals, refusals
+    for setting in settings_in(by_hand(document)):
+        assert not refusals(setting)
 
 
-def names_in_tables(document: Path) -> Iterator[tuple[list[str], list[str]]]:
+def names_in_tables(text: str) -> Iterator[tuple[list[str], list[str]]]:
     """The names in backticks of each row of the two-column tables: of the other framework, and of lean_ft."""
-    for theirs, ours in re.findall(r"^\| (.*?) \| (.*?) \|$", document.read_text(), re.MULTILINE):
+    for theirs, ours in re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE):
         yield re.findall(r"`([\w.]+)`", theirs), re.findall(r"`([\w.]+)(?:=[^`]*)?`", ours)
 
 
-@pytest.mark.parametrize("name", ["coming_from_torchtune.md", "coming_from_trl.md", "coming_from_others.md"])
-def test_names_of_lean_ft_in_comparisons_exist(config_classes, name):
+def test_names_of_lean_ft_in_comparisons_exist(config_classes):
     known = {setting.key for config_class in config_classes for setting in describe(config_class)}
     known |= {key.rpartition(".")[0] for key in known} | catalog.recipes().keys() | catalog.aliases().keys()
-    words = {"kd_ratio", "text"}
-    rows = list(names_in_tables(ROOT / "docs" / name))
-    assert len(rows) > 30
+    rows = [row for page in (ROOT / "docs").glob("coming_from_*.md") for row in names_in_tables(by_hand(page))]
+    assert len(rows) > 60
     for _, ours in rows:
-        assert {re.sub(r"(?<=data.columns)\.\w+$", "", name) for name in ours} <= known | words, ours
+        assert {*ours} <= known, ours
 
 
 @pytest.mark.long
@@ -111,7 +127,7 @@ def test_names_of_trl_exist():
     known |= {field.name for field in dataclasses.fields(trl.ScriptArguments)} | set(dir(trl))
     for trainer in (trl.SFTTrainer, trl.GRPOTrainer):
         known |= inspect.signature(trainer.__init__).parameters.keys()
-    for theirs, _ in names_in_tables(ROOT / "docs" / "coming_from_trl.md"):
+    for theirs, _ in names_in_tables((ROOT / "docs" / "coming_from_trl.md").read_text()):
         assert {name.rpartition(".")[2] for name in theirs} <= known, theirs
 
 
@@ -314,9 +330,14 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def typed_in(document: Path) -> list[Command]:
+    return [one for one in commands_in(document.read_text()) if not one.line.startswith(tuple(NOT_RUN))]
+
+
+@pytest.mark.first(len(SHORT))
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(x, marks=pytest.mark.long) if x.name in LONG else x for x in DOCUMENTS],
+    sorted(filter(typed_in, DOCUMENTS), key=lambda document: document.name not in SHORT),
     ids=lambda document: document.name,
 )
 def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, reader, capsys):
@@ -324,10 +345,8 @@ def test_what_a_document_says_to_type_runs_and_prints_what_it_shows(document, re
     files = re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     for name, content in [*files, *HEREDOC.findall(text)]:
         (reader / name).write_text(content)  # a user file
-    for command in commands_in(text):
+    for command in typed_in(document):
         line = command.line
-        if line.startswith(tuple(NOT_RUN)):
-            continue
         for pattern, stands_for, _ in SUBSTITUTES:
             line = re.sub(pattern, stands_for, line)
         printed = typed(line, capsys).replace(f"{ROOT}/", ".../")
@@ -361,19 +380,31 @@ def test_the_picture_of_a_plan_has_the_figures_that_the_command_prints(reader, c
             assert float(found) == pytest.approx(float(amount), rel=0.02), line
 
 
-OTHER_PROGRAMS = r".*(?: vllm serve| -m sglang\S*|`tensorboard|llama-cli|llama-mtmd-cli|convert_hf_to_gguf\.py|docker|Docker|pip install|pip wheel|wsl) .*"  # their lines
+# Their lines have options of their own.
+OTHER_PROGRAMS = re.compile(
+    r"(?: vllm serve| -m sglang\S*|`tensorboard|llama-cli|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "
+)
+
+
+@pytest.fixture(scope="module")
+def commands() -> dict[str, Any]:
+    leanft: Any = typer.main.get_command(app)
+    return {"": leanft, **leanft.commands, **leanft.commands["data"].commands}
+
+
+@pytest.fixture(scope="module")
+def scripts() -> str:
+    return "".join(file.read_text() for name in ("benchmarks", "scripts") for file in (ROOT / name).glob("*.py"))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_a_document_names_only_what_is_there(document):
+def test_a_document_names_only_what_is_there(document, commands, scripts):
     """Verbs, options, extras, make targets, scripts and links exist, in blocks, sentences and comments."""
-    text, leanft = re.sub(r" *\\\n +", " ", document.read_text()), typer.main.get_command(app)
-    commands = {**leanft.commands, **leanft.commands["data"].commands}  # pyright: ignore[reportAttributeAccessIssue]
+    text = re.sub(r" *\\\n +", " ", document.read_text())
     options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
-    options |= {option for parameter in leanft.params for option in parameter.opts} | {"--help"}
-    files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")]
-    scripts = "".join(file.read_text() for file in files)
-    for option in set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", re.sub(OTHER_PROGRAMS, "", text))):
+    options |= {"--help"}
+    ours = "\n".join(line for line in text.splitlines() if not OTHER_PROGRAMS.search(line))
+    for option in set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", f"\n{ours}")):
         parameter = option.removeprefix("--").replace("-", "_")  # typer derives the option from it
         assert option in options or f'"{option}"' in scripts or f" {parameter}: Annotated[" in scripts, option
     for verb in set(re.findall(r"(?:^|[`$] ?)leanft ([a-z_]+(?:-[a-z]+)*)", text, re.MULTILINE)):
@@ -428,6 +459,7 @@ def test_yaml_in_a_document_is_a_preset(tmp_path):
         assert load_config(config, tmp_path / "preset.yaml", ["model.path=tiny", "output_dir=run"]).data.source
 
 
+@pytest.mark.long  # the lint runs the same script
 def test_the_map_of_the_packages_is_that_of_the_imports():
     done = subprocess.run([sys.executable, ROOT / "scripts" / "draw_map.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

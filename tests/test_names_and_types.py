@@ -14,9 +14,8 @@ PACKAGE = Path(lean_ft.__file__).parent
 def test_no_two_public_classes_share_a_name() -> None:
     files = defaultdict(list)
     for file in PACKAGE.rglob("*.py"):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                files[node.name].append(str(file.relative_to(PACKAGE)))
+        for name in re.findall(r"^class ([A-Za-z]\w*)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            files[name].append(str(file.relative_to(PACKAGE)))
     shared = {name: places for name, places in files.items() if len(places) > 1}
     assert len(files) > 200
     assert not shared, shared

@@ -47,6 +47,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_what_the_page_says_is_so(workplace: Path) -> None:
     said = (workplace / "stdout").read_text()
     assert "['It has 5.', 'It has 3.']" in said
@@ -79,9 +80,13 @@ def test_rows_in_memory_of_any_kind_are_the_same_file() -> None:
         list(_overrides({"data": {"source": datasets.DatasetDict(train=kinds[5])}}))
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
+        ({"lora": LoRAConfig(targets=["l.[0-3].*", "'q'"])}, {"lora.targets": ["l.[0-3].*", "'q'"], "lora.rank": 16}),
+        ({"optimizer": {"betas": numpy.array([0.5, 0.75])}}, {"optimizer.betas": (0.5, 0.75)}),
+        ({"data": {"source": [{"path": "*", "weight": 2.0}]}}, {"data.source": [DataSource(path="*", weight=2.0)]}),
         ({"model": {"path": "null"}, "data": {"source": "1e-5"}}, {"model.path": "null", "data.source": "1e-5"}),
         ({"model.path": "[a]", "clip_grad_norm": None}, {"model.path": "[a]", "clip_grad_norm": None}),
         ({"epochs": 3, "compile": True, "optimizer.lr": 1e-05}, {"epochs": 3, "compile": True, "optimizer.lr": 1e-5}),
@@ -89,11 +94,8 @@ def test_rows_in_memory_of_any_kind_are_the_same_file() -> None:
         ({"data.columns": {"prompt": "a: b", "text": "#"}}, {"data.columns": {"prompt": "a: b", "text": "#"}}),
         ({"model": {"path": "é 🙂 '"}, "lora": None}, {"model.path": "é 🙂 '", "lora": None}),
         ({"data": {"source": [Path("a b"), "x y\"'\\"]}}, {"data.source": ["a b", "x y\"'\\"]}),
-        ({"data": {"source": [{"path": "*", "weight": 2.0}]}}, {"data.source": [DataSource(path="*", weight=2.0)]}),
         ({"lora": {}}, {"lora": LoRAConfig()}),
         ({"optimizer.lr": numpy.float32(0.5), "seed": numpy.int64(3)}, {"optimizer.lr": 0.5, "seed": 3}),
-        ({"optimizer": {"betas": numpy.array([0.5, 0.75])}}, {"optimizer.betas": (0.5, 0.75)}),
-        ({"lora": LoRAConfig(targets=["l.[0-3].*", "'q'"])}, {"lora.targets": ["l.[0-3].*", "'q'"], "lora.rank": 16}),
     ],
     ids=str,
 )
@@ -160,6 +162,7 @@ def test_rewards_are_functions_classes_and_objects(tmp_path: Path) -> None:
         run_tiny("grpo", tmp_path / "b", rewards=Brief, max_steps=len, **GRPO)
 
 
+@pytest.mark.long
 def test_an_edited_reward_resumes_and_other_settings_do_not(tmp_path: Path) -> None:
     def judge(completions: list[str], **_: Any) -> list[float]:
         raise KeyError("answer")
@@ -176,7 +179,9 @@ def test_an_edited_reward_resumes_and_other_settings_do_not(tmp_path: Path) -> N
         run_tiny("grpo", tmp_path / "a", rewards=Brief, max_steps=3, **GRPO)
 
 
-def test_a_loss_from_python_is_called_in_each_step(tmp_path: Path) -> None:
+@pytest.fixture
+def with_own_loss(tmp_path: Path) -> tuple[Any, Any, list[float]]:
+    """A recipe, its settings with a loss from Python, and the arguments of the loss's calls."""
     calls = []
 
     def loss(pairs: Any, beta: float) -> Any:
@@ -184,15 +189,28 @@ def test_a_loss_from_python_is_called_in_each_step(tmp_path: Path) -> None:
         return -beta * (pairs.chosen - pairs.rejected)
 
     dpo = lean_ft.load_recipe("dpo")
-    pairs = {"source": "tiny/pairs_train.jsonl", "format": lambda row: row, "max_length": 256}
-    cfg = dpo.Config(model={"path": "tiny"}, data=pairs, loss={"name": loss}, max_steps=2, output_dir=tmp_path / "a")
+    data = {"source": "tiny/pairs_validation.jsonl", "format": lambda row: row, "max_length": 96}
+    small = {"batch_size": 2, "max_steps": 2, "output_dir": tmp_path / "a"}
+    cfg = dpo.Config(model={"path": "tiny"}, data=data, loss={"name": loss}, **small)
     assert cfg.loss.name == as_setting(loss)
+    return dpo, cfg, calls
+
+
+@pytest.mark.long
+def test_a_loss_from_python_is_called_in_each_step(with_own_loss) -> None:
+    dpo, cfg, calls = with_own_loss
     dpo.main(cfg)
     assert calls == [0.1, 0.1]
-    outlook = _rehearse_apart(dpo, cfg, choose_device(None, "cpu"), None)  # in a process that has no such function
+
+
+@pytest.mark.long
+def test_a_process_that_has_no_such_function_rehearses_a_loss_from_python(with_own_loss) -> None:
+    dpo, cfg, _ = with_own_loss
+    outlook = _rehearse_apart(dpo, cfg, choose_device(None, "cpu"), None)
     assert outlook is not None and outlook["peak_bytes"] > 2**20
 
 
+@pytest.mark.long
 def test_prepared_rows_are_those_that_the_function_returns_now(tmp_path: Path) -> None:
     rows, end, calls = [{"q": f"{i}?", "a": "one"} for i in range(FEW_ROWS + 1)], ".", []
 
@@ -216,16 +234,25 @@ def test_prepared_rows_are_those_that_the_function_returns_now(tmp_path: Path) -
         lengths("d", lambda row: row["no"])
 
 
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
 def test_names_are_listed_without_torch_and_found() -> None:
     code = "import lean_ft, sys; print(*dir(lean_ft)); assert not {'torch', 'typer'} & sys.modules.keys()"
-    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    names = run_python(code).split()
     assert {*lean_ft.__all__, "data", "generation", "losses"} <= {*names}
     assert all(callable(getattr(lean_ft, name)) for name in lean_ft.__all__ if name != "__version__")
     assert (Path(lean_ft.__file__).parent / "py.typed").is_file(), "type checkers read annotations"
     with pytest.raises(AttributeError, match="no attribute 'lode_model'"):
         _ = lean_ft.lode_model
-    code = "import lean_ft; lean_ft.generation.sample, lean_ft.system.units; assert 'sft_batches' in dir(lean_ft.data)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.long
+def test_a_subpackage_with_torch_is_found() -> None:
+    run_python(
+        "import lean_ft; lean_ft.generation.sample, lean_ft.system.units; assert 'sft_batches' in dir(lean_ft.data)"
+    )
 
 
 # A cell that checks what a notebook's other cells have computed.

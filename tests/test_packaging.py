@@ -1,5 +1,6 @@
 """The installed wheel contains recipes, presets and assets, and finds them."""
 
+import contextlib
 import json
 import os
 import re
@@ -23,10 +24,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from this checkout with the installed tools."""
     if find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed, and the wheel is built without a network")
+    from hatchling.build import build_wheel
+
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*command, "-w", folder, CHECKOUT], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    with contextlib.chdir(CHECKOUT):
+        build_wheel(str(folder))
     (file,) = folder.glob("lean_ft-*.whl")
     return file
 
@@ -80,25 +82,25 @@ def test_the_wheel_holds_the_package_and_what_ships_with_it(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.long
 def test_an_installed_copy_finds_its_recipes_and_presets(installed, tmp_path):
-    recipes = list((CHECKOUT / "recipes").glob("[!_]*.py"))
+    recipes = sorted((CHECKOUT / "recipes").glob("[!_]*.py"))
     presets = {
         file.relative_to(CHECKOUT / "configs").with_suffix("").as_posix(): file
-        for file in (CHECKOUT / "configs").rglob("*.yaml")
+        for file in sorted((CHECKOUT / "configs").rglob("*.yaml"))
     }
     commands = [
         ["ls"],
-        *(["cp", file.stem, f"my_{file.stem}"] for file in recipes),
         *(["cat", name] for name in presets),
+        *(["cp", file.stem, f"my_{file.stem}"] for file in recipes),
     ]
     listed, *printed = leanft(installed, tmp_path, commands)
-    for file, copied in zip(recipes, printed, strict=False):
-        assert file.stem in listed
+    assert all(name in listed for name in (*presets, *(file.stem for file in recipes)))
+    for file, text in zip(presets.values(), printed, strict=False):
+        assert text == file.read_text()
+    for file, copied in zip(recipes, printed[len(presets) :], strict=True):
         assert str(installed) in copied.replace("\n", "")
         assert (tmp_path / f"my_{file.stem}.py").read_bytes() == file.read_bytes()
-    for (name, file), shown in zip(presets.items(), printed[len(recipes) :], strict=True):
-        assert name in listed
-        assert shown == file.read_text()
 
 
 @pytest.mark.long

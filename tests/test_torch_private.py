@@ -221,6 +221,10 @@ def _storage() -> bool:
     )
 
 
+def _inductor() -> bool:
+    return torch_private.pick_vec_isa().bit_width() >= 0 and callable(torch_private.lookup_backend("inductor"))
+
+
 def _budget() -> bool:
     with torch_private.functorch_config.patch(activation_memory_budget=0.5):
         return torch_private.functorch_config.activation_memory_budget == 0.5
@@ -236,8 +240,7 @@ USES = {
     "graph_is_kept": _graph_is_kept,
     "is_wrapper_tensor": lambda: not torch_private.is_wrapper_tensor(torch.ones(1)),
     "dynamo": lambda: torch_private.dynamo.config.recompile_limit > 0 and torch_private.dynamo.mark_static,
-    "pick_vec_isa": lambda: torch_private.pick_vec_isa().bit_width() >= 0,
-    "lookup_backend": lambda: callable(torch_private.lookup_backend("inductor")),
+    **dict.fromkeys(["pick_vec_isa", "lookup_backend"], _inductor),
     "functorch_config": _budget,
     "tree_iter": lambda: list(torch_private.tree_iter({"a": [1, (2,)]})) == [1, 2],
     "is_this_machine": lambda: torch_private.is_this_machine("localhost"),
@@ -271,7 +274,10 @@ def test_each_name_has_a_use_here():
     assert missing_names() == {}
 
 
-@pytest.mark.parametrize("use", dict.fromkeys(USES.values()), ids=lambda use: use.__name__)
+@pytest.mark.first(len({*USES.values()}) - 1)  # the last one imports it
+@pytest.mark.parametrize(
+    "use", sorted(dict.fromkeys(USES.values()), key=lambda use: use is _inductor), ids=lambda use: use.__name__
+)
 def test_names_do_what_they_are_for(use):
     assert use()
 

@@ -11,13 +11,14 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "arguments", "least_cases"),
     [
-        pytest.param("crashes", "--kills 1 --budget-seconds 60 --only save_async", 1, marks=pytest.mark.long),
-        pytest.param("crashes", "--kills 12 --budget-seconds 200 --only online", 9, marks=pytest.mark.long),
-        pytest.param("crashes", "--ranks 2 --kills 5 --budget-seconds 120", 5, marks=pytest.mark.long),
-        pytest.param("disk_faults", "--flips 1 --faults 1 --budget-seconds 60", 8 * 4, marks=pytest.mark.long),
+        ("crashes", "--kills 1 --budget-seconds 60 --only save_async", 1),
+        ("crashes", "--kills 12 --budget-seconds 200 --only online", 9),
+        ("crashes", "--ranks 2 --kills 5 --budget-seconds 120", 5),
+        ("disk_faults", "--flips 1 --faults 1 --budget-seconds 60", 8 * 4),
         ("fuzzing", "--cases 600 --budget-seconds 60", 100),
     ],
 )

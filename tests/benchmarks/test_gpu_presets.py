@@ -1,8 +1,11 @@
 """A result keeps its measured numbers when its presets are planned again."""
 
 import json
+import subprocess
+from functools import partial
 
 import gpu_presets
+import pytest
 import typer
 from make_tables import render
 from typer.testing import CliRunner
@@ -20,7 +23,13 @@ MEASURED = {
 PLANNED = {"predicted_bytes": 1, "predicted_reserved_bytes": 2, "predicted_launches": 3.0, "predicted_seconds": 4.0}
 
 
-def test_planning_again_replaces_the_planned_numbers_alone(tmp_path):
+@pytest.mark.parametrize("is_rehearsed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_planning_again_replaces_the_planned_numbers_alone(tmp_path, monkeypatch, is_rehearsed):
+    if not is_rehearsed:  # in a process, for seconds
+        again = dict.fromkeys(PLANNED, 2**21) | {"predicted_seconds": 0.5, "tokens": 64}
+        print_plan = ["echo", json.dumps(again)]
+        process = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        monkeypatch.setattr(gpu_presets, "start", lambda *_: process(print_plan))
     failed = {"label": "tiny/dpo", "status": "failed", "reason": "out of memory"}
     gpu = {"name": "NVIDIA H200", "memory_bytes": 2**37}
     result = {"benchmark": "gpu_presets", "measured_at": "2026-01-02T03:04:05+00:00", "commit": "abc", "settings": {}}

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", [n for n in benchmark.LABELS if "compiled" not in n and "weight_sums" not in n])
 def test_every_contestant_gives_the_loss_and_the_gradients(name, monkeypatch):
     monkeypatch.setattr(benchmark, "ERROR_TOKENS", 256)

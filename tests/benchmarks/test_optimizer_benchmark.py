@@ -15,6 +15,7 @@ def model():
     return benchmark.parameters("tiny", torch.device("cpu"))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("name", "package", "bytes_a_parameter"),
     [

@@ -15,6 +15,7 @@ from lean_ft.system.catalog import find_recipe, load_recipe
 RECIPES = {"full": "full_finetune_single_device", "lora": "lora_finetune_single_device"}
 
 
+@pytest.mark.long
 def test_settings_have_the_measured_order_on_a_cpu_and_speeds_within_a_fifth(tmp_path):
     model, found = None, []
     for file in RESULTS.glob("compare_torchtune_*_amd-epyc-2-cores.json"):
@@ -48,6 +49,7 @@ def test_settings_have_the_measured_order_on_a_cpu_and_speeds_within_a_fifth(tmp
         assert planned == pytest.approx(measured, rel=0.2)
 
 
+@pytest.mark.long
 def test_this_cpu_is_measured():
     cpu = measured_cpu()
     assert cpu.is_cpu

@@ -1,9 +1,5 @@
 """Fixtures: a toy recipe that needs no torch, folders of recipes and presets, and functions that call `leanft`."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +7,6 @@ import pytest
 
 from lean_ft.cli.main import run_command_line
 from lean_ft.system import catalog
-
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 TOY_RECIPE = '''"""A toy recipe: does what `act` says.
 
@@ -59,7 +53,7 @@ def main(cfg: Config) -> None:
     elif cfg.act == "exit":
         raise SystemExit(143)
     elif cfg.act == "flood":
-        for line in range(100_000):
+        for line in range(10_000):
             print(line, "x" * 100)
 '''
 
@@ -133,20 +127,45 @@ def leanft(capsys: pytest.CaptureFixture[str]) -> Leanft:
     return Leanft(capsys)
 
 
-@pytest.fixture
-def leanft_process(tmp_path: Path) -> Callable[..., Answer]:
-    """Return a function that runs `leanft` in a new process in an empty folder."""
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random adapter of the embedded model, in the format of a run."""
+    from lean_ft.models import load_model
+    from lean_ft.peft import apply_lora, save_adapter
+    from lean_ft.settings import LoRAConfig
+    from tests.peft.conftest import randomize
 
-    def call(*arguments: str | Path, **variables: str) -> Answer:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "COLUMNS"))}
-        done = subprocess.run(
-            [sys.executable, "-m", "lean_ft", *map(str, arguments)],
-            cwd=tmp_path,
-            env={**kept, **variables},
-            capture_output=True,
-            text=True,
-            timeout=120,
+    model = load_model("tiny")
+    apply_lora(model, LoRAConfig(rank=2))
+    randomize(model)
+    save_adapter(model, folder := tmp_path_factory.mktemp("adapter"))
+    return folder
+
+
+@pytest.fixture(params=["of shapes", pytest.param("rehearsed", marks=pytest.mark.long)])
+def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that follow from a few settings; or those of rehearsals, which take seconds each."""
+    if request.param == "rehearsed":
+        return
+    from lean_ft.plan import known_plans, rehearsal, search
+    from lean_ft.plan.devices import ONE_DEVICE
+    from lean_ft.plan.result import Launches, Peak, Rehearsal
+
+    def planned(recipe, cfg, device, machines=ONE_DEVICE, needs_timeline=False):
+        kept = {"none": 8, "every_n": 6, "selective": 5, "full": 4}[cfg.memory.activation_checkpointing]
+        numbers = [Launches(i + 1.0, 1e12 * i, 1e6 * i, i / 1000) for i in range(40)]
+        return Rehearsal(
+            Peak("loss", {"weights": 2**21, "activations": kept * 2**12 * cfg.data.max_length}),
+            (30 - kept) * 1e10 / (device.flops_16bit or 1e9),
+            cfg.data.batch_tokens or cfg.batch_size * cfg.data.max_length,
+            885_888,
+            [],
+            reserved_bytes=kept * 2**21,
+            machines=machines,
+            sent_away_bytes=2**20,
+            ledger={(f"layers.*.part_{i}", "mm"): number for i, number in enumerate(numbers)},
         )
-        return Answer(done.returncode, done.stdout, done.stderr)
 
-    return call
+    monkeypatch.setattr(rehearsal, "rehearse", planned)
+    for module in (known_plans, search):
+        monkeypatch.setattr(module, "known_or_new", planned)

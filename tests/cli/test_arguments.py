@@ -30,14 +30,15 @@ def test_a_preset_made_for_one_process_runs_on_many(launched, leanft, tmp_path):
     assert NOTE.format(4) in job.err
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("settings", "number"),
     [
         ([], None),  # 8 completions of one prompt
-        (["generation.num_answers=16"], 2),
         (["generation.num_answers=6"], 3),  # 24 completions of 4 prompts
-        (["batch_size=2"], 4),
         (["batch_size=2", "generation.steps_per_round=2"], 2),
+        (["generation.num_answers=16"], 2),
+        (["batch_size=2"], 4),
         (["batch_size=2", "gradient_accumulation_steps=3"], None),  # refused when the run starts
     ],
 )

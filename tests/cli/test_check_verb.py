@@ -13,6 +13,13 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.quantize.torchao_kinds import quantize, save_quantized
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Few rows and tokens, to save time."""
+    monkeypatch.setattr(check, "NUM_ROWS", 3)
+    monkeypatch.setattr(check, "NUM_GREEDY_TOKENS", 8)
+
+
 def test_a_model_that_passes(leanft):
     given = ("memory.tile_mlp=2", "compile=true", "data.max_length=48", "device=cpu")
     answer = leanft.ok("check", "tiny", "--quick", "--config", "tiny/lora", "lora.rank=4", *given)
@@ -47,7 +54,8 @@ def test_a_difference_or_a_crash_exits_with_1_and_a_refusal_does_not(leanft, mon
     assert "2 of 9 checks failed: plain step, memory.tile_mlp=2\n" in answer.err
 
 
-@pytest.mark.parametrize("kind", ["quantized", "reward model", "classifier"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["reward model", "quantized", "classifier"])
 def test_a_healthy_folder_that_is_not_trained_as_text_passes(leanft, tmp_path, kind):
     folder = tmp_path / "model"
     if kind == "quantized":
@@ -96,6 +104,7 @@ def test_a_table_without_any_check_is_an_error(leanft, monkeypatch):
     assert refusal.code == 2 and "all of the 2 checks were skipped" in refusal.err
 
 
+@pytest.mark.long
 def test_scores_that_differ_are_found(leanft, tmp_path, monkeypatch):
     load = transformers.AutoModelForSequenceClassification.from_pretrained
     load(resolve_model_path("tiny"), num_labels=3, dtype=torch.float32).save_pretrained(tmp_path)

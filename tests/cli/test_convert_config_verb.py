@@ -73,7 +73,8 @@ output_dir: run
 """
 
 
-@pytest.mark.parametrize("theirs", [AXOLOTL, LLAMA_FACTORY], ids=["axolotl", "LLaMA-Factory"])
+@pytest.mark.long
+@pytest.mark.parametrize("theirs", [LLAMA_FACTORY, AXOLOTL], ids=["LLaMA-Factory", "axolotl"])
 def test_a_converted_configuration_trains(theirs, leanft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'talk': CHAT})}\n" * 20)

@@ -16,23 +16,21 @@ NAMES = [
     *("ctypes", "hashlib", "subprocess", "multiprocessing"),
 ]
 LEANFT = Path(sys.executable).with_name("leanft")
-SHORT = ["max_steps=2", "device=cpu", "eval_answers=0"]
+SHORT = ["max_steps=1", "device=cpu", "eval_answers=0"]
+RUN = ["run", "--config", "tiny/full", *SHORT, "output_dir=../run"]
 COMMANDS = {
     "ls": ["ls"],
+    "own function": [*RUN, "data.format=own/format.py:f"],
+    "own recipe": ["run", "own/recipe.py", *RUN[1:]],
+    "wandb": [*RUN, "log.to=[wandb]", "log.offline=true"],
+    "compiled": [*RUN, "compile=true"],
     "cat": ["cat", "finetune"],
     "validate": ["validate", "--config", "tiny/full"],
     "preview": ["data", "preview", "--config", "tiny/full"],
     "slurm": ["slurm", "finetune", "--config", "tiny/full"],
     "plan": ["plan", "--config", "tiny/full"],
-    "run": ["run", "--config", "tiny/full", *SHORT, "output_dir=../run"],
-    "wandb": ["run", "--config", "tiny/full", *SHORT, "output_dir=../run", "log.to=[wandb]", "log.offline=true"],
-    "own function": ["run", "--config", "tiny/full", *SHORT, "output_dir=../run", "data.format=own/format.py:f"],
-    "own recipe": ["run", "own/recipe.py", "--config", "tiny/full", *SHORT, "output_dir=../run"],
-}
-LONG = {
     "env": ["env"],
     "check": ["check", "tiny", "--quick"],
-    "compiled": ["run", "--config", "tiny/full", *SHORT, "output_dir=../run", "compile=true"],
 }
 
 
@@ -63,19 +61,30 @@ def imported(folder: Path, *command: str | Path) -> str:
 
 
 @pytest.mark.skipif(not LEANFT.exists(), reason="needs the installed command")
-@pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_imports_nothing_here(hostile: Path, name: str) -> None:
     if name == "wandb":
         pytest.importorskip("wandb")
-    assert imported(hostile, LEANFT, *(COMMANDS | LONG)[name]) == ""
+    assert imported(hostile, LEANFT, *COMMANDS[name]) == ""
+
+
+def test_the_users_functions_import_nothing_here(hostile: Path, leanft) -> None:
+    """Modules that this process has imported are not imported again, so the path is checked too."""
+    path = [*sys.path]
+    leanft.ok("data", "preview", "--config", "tiny/full", "data.format=own/format.py:f", "-n", "1")
+    assert not hostile.with_name("imported").exists()
+    assert not {"", ".", str(hostile)} & ({*sys.path} - {*path})
 
 
 @needs_parts
+@pytest.mark.long
 def test_launched_processes_import_nothing_here(hostile: Path) -> None:
     run = ["run", "--nproc-per-node", "2", "finetune", "--config", "tiny/full", *SHORT, "output_dir=../run"]
     assert imported(hostile, sys.executable, "-P", "-m", "lean_ft", *run) == ""
 
 
+@pytest.mark.long
 def test_python_dash_m_imports_no_library_here(hostile: Path) -> None:
     """Python itself imports lean_ft, and what it needs to find it, from the current folder."""
     for name in ("lean_ft", "runpy", "sitecustomize", "typing", "socket", "select", "selectors"):

@@ -18,6 +18,7 @@ from lean_ft.system import catalog
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data_by_example.md").read_text()
 FORMATS: dict[str, dict[str, Any]] = yaml.safe_load(EXAMPLES.read_text())
+FIRST = ("messages",)
 NEEDS_TEMPLATE = ("tools", "reasoning")  # the page shows these with Qwen3's template
 EXTRA_SETTINGS = {"grpo": ["rewards=[exact_answer]"], "ppo": ["rewards=[exact_answer]"]}
 EXTRA_SETTINGS |= {"online_dpo": ["rewards=[exact_answer]"], "distill": ["distill.teacher=tiny"]}
@@ -58,7 +59,8 @@ def test_every_format_of_the_code_has_an_example():
     assert {recipe for each in FORMATS.values() for recipe in each["recipes"]} <= catalog.recipes().keys()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.first(len(FIRST))
+@pytest.mark.parametrize("name", dict.fromkeys([*FIRST, *FORMATS]))
 def test_an_example_is_read_by_its_recipes_and_shown_on_the_page(leanft, tmp_path, request, name: str):
     example = FORMATS[name]
     printed = leanft.quiet("data", "example", name)

@@ -41,6 +41,7 @@ def test_what_came_and_what_to_run_next(leanft, repository):
     assert leanft("validate", *arguments[1:]).code == 0  # the command is valid as printed
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("arguments", "runs"),
     [
@@ -81,29 +82,32 @@ def test_what_the_user_can_put_right(leanft, repository, arguments, code, words)
     assert words in answer.err
 
 
-def test_what_fails_has_one_message_and_code_1(leanft_process, repository, hub_server):
-    answer = leanft_process("download", "org/tiny", HF_HUB_OFFLINE="1")
-    assert (answer.code, answer.out) == (1, "")
-    assert answer.err.startswith("error: HF_HUB_OFFLINE is set")
-    answer = leanft_process("download", "org/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+def test_what_fails_has_one_message_and_code_1(leanft, repository, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    answer = leanft("download", "org/tiny")
     assert (answer.code, answer.out) == (1, "")
     assert answer.err.startswith("error: the connection to the Hugging Face Hub at http://127.0.0.1:9")
     assert "Traceback" not in answer.err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    answer = leanft("download", "org/tiny")
+    assert (answer.code, answer.out) == (1, "")
+    assert answer.err.startswith("error: HF_HUB_OFFLINE is set")
 
 
-def test_a_token_is_nowhere_to_be_read(leanft_process, repository, hub_server, tmp_path):
+def test_a_token_is_nowhere_to_be_read(leanft, repository, hub_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     repository.gated = True
-    refused = leanft_process("download", "org/tiny", "--debug", HF_TOKEN=TOKEN)
+    refused = leanft("download", "org/tiny", "--debug")
     assert refused.code == 2
     assert f"accept its license at {hub_server.url}/org/tiny" in refused.err
     hub_server.accepted_token = "another"
-    unknown = leanft_process("download", "org/tiny", "--debug", HF_TOKEN=TOKEN)
+    unknown = leanft("download", "org/tiny", "--debug")
     assert unknown.code == 2
     assert "rejects your token" in unknown.err
     hub_server.accepted_token, repository.license_accepted = TOKEN, True
     hub_server.breaks["model.safetensors"] = [1000]
-    fetched = leanft_process("download", "org/tiny", "--debug", HF_TOKEN=TOKEN)
-    assert fetched.code == 0
+    fetched = leanft.ok("download", "org/tiny", "--debug")
     for answer in (refused, unknown, fetched):
         assert TOKEN not in answer.out + answer.err
         assert SIGNATURE not in answer.out + answer.err
@@ -111,6 +115,7 @@ def test_a_token_is_nowhere_to_be_read(leanft_process, repository, hub_server, t
         assert file.is_dir() or TOKEN.encode() not in file.read_bytes()
 
 
+@pytest.mark.long
 def test_ctrl_c_says_what_stays_and_the_same_command_goes_on(leanft, repository, hub_server):
     hub_server.stalls = True
     process = subprocess.Popen(

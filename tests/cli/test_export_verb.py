@@ -14,21 +14,6 @@ def test_a_folder_and_a_gguf_file(leanft, tmp_path):
     assert (tmp_path / "model.gguf").is_file()
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    """A random adapter of the embedded model, in the format of a run."""
-    from lean_ft.models import load_model
-    from lean_ft.peft import apply_lora, save_adapter
-    from lean_ft.settings import LoRAConfig
-    from tests.peft.conftest import randomize
-
-    model = load_model("tiny")
-    apply_lora(model, LoRAConfig(rank=2))
-    randomize(model)
-    save_adapter(model, folder := tmp_path_factory.mktemp("adapter"))
-    return folder
-
-
 def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
     import peft
     import torch
@@ -47,6 +32,7 @@ def test_an_adapter_is_merged_into_its_model(leanft, tmp_path, adapter):
     assert (merged - expected).norm() < 1e-4 * expected.norm()
 
 
+@pytest.mark.long
 def test_merging_and_converting_in_one_step_is_both(leanft, tmp_path, adapter):
     """The file equals the export of the merged folder. It has the model's tokenizer, because the adapter has none."""
     leanft.ok("export", adapter, tmp_path / "merged", "--merge")

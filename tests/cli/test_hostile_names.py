@@ -1,5 +1,6 @@
 """Names that others chose (paths, presets, rows, template texts) stay text in every file and line that lean_ft writes for a program."""
 
+import itertools
 import json
 import re
 import shlex
@@ -25,7 +26,8 @@ SHELL = [
     "EOF",
     "{{ 7*7 }}",
 ]
-PROGRAM = ['x"""\nimport os', "x'''", "---", "JOB", "x: [", *SHELL]
+PROGRAM = ['x"""\nimport os', "JOB", "x'''", "---", "x: [", *SHELL]
+JOB = {"--output": "job", "--image": "org/image:tag", "--source": "git+https://example.org/x@abc"}
 ONLINE = ("grpo", ["model.path=tiny", "data.source=x", "rewards=[length]"])
 TUNED = ("finetune", ["model.path=tiny", "data.source=x"])
 PLACES = [
@@ -42,42 +44,39 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "settings", "key"), PLACES, ids=[f"{one[0]}-{one[2]}" for one in PLACES])
-def test_no_path_or_name_has_control_characters(recipe: str, settings: list[str], key: str) -> None:
-    config = catalog.load_recipe(catalog.find_recipe(recipe)).Config
-    for name in CONTROL:
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", CONTROL, ids=ascii)
+def test_no_path_or_name_has_control_characters(name: str) -> None:
+    for recipe, settings, key in PLACES:
+        config = catalog.load_recipe(catalog.find_recipe(recipe)).Config
         end = ".py:f" if key in ("data.format", "environment", "tools.functions") else ""
         with pytest.raises(ValueError, match="control characters, found") as raised:
             load_config(config, None, [*settings, f"{key}={json.dumps(name + end)}"])
         assert name not in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["modal", "hf-jobs", "skypilot"])
-@pytest.mark.parametrize("place", ["output_dir", "--output", "--image", "--source"])
-def test_a_job_file_has_no_foreign_text(leanft, tmp_path, monkeypatch, kind: str, place: str) -> None:
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", PROGRAM)
+def test_a_job_file_has_no_foreign_text(leanft, tmp_path, monkeypatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"text": "a"}\n')
-    for number, name in enumerate(PROGRAM):
+    files = ["preset.yaml", "rows.jsonl"]
+    for kind, place in itertools.product(("modal", "hf-jobs", "skypilot"), ("output_dir", *JOB)):
         preset = {"recipe": "finetune", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
-        words = {
-            "--output": "job",
-            "--image": "org/image:tag",
-            "--source": "git+https://example.org/x@abc",
-            place: name,
-        }
+        words = JOB | {place: name}
         preset["output_dir"] = words.pop("output_dir", "mine")
         Path("preset.yaml").write_text(yaml.safe_dump(preset))
         volume = "me/runs" if kind == "hf-jobs" else "runs"
         options = [word for option in words.items() for word in option]
         answer = leanft("launch-file", kind, "--config", "preset.yaml", "--volume", volume, *options)
         if re.fullmatch(r"[\w.-]+", name):
-            assert answer.code == 0, (name, answer.err)
-            for written in [path for path in Path().iterdir() if path.name not in ("preset.yaml", "rows.jsonl")]:
-                assert kind != "modal" or compile(written.read_text(), "job", "exec")
-                written.unlink()
+            assert answer.code == 0, (kind, place, answer.err)
+            (written,) = [path for path in Path().iterdir() if path.name not in files]
+            assert kind != "modal" or compile(written.read_text(), "job", "exec")
+            written.unlink()
         else:
-            assert answer.code == 2 and place in answer.err, (number, name, answer.err)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["preset.yaml", "rows.jsonl"], name
+            assert answer.code == 2 and place in answer.err, (kind, place, answer.err)
+        assert sorted(path.name for path in tmp_path.iterdir()) == files, (kind, place)
 
 
 def test_a_slurm_script_passes_words_as_they_are(leanft, tmp_path, monkeypatch) -> None:
@@ -87,11 +86,16 @@ def test_a_slurm_script_passes_words_as_they_are(leanft, tmp_path, monkeypatch) 
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    for name in SHELL:
-        words = ["finetune", "model.path=tiny", "data.source=x", f"log.name={name}", f"output_dir={name}"]
-        Path("job").write_text(leanft.ok("slurm", *words).out)
-        assert subprocess.run(["bash", "job"], timeout=20).returncode == 0
-        assert json.loads(Path("calls").read_text().splitlines()[-1])[-6:-1] == words
+    keys = ("log.name", "output_dir", "log.project", "data.system", "data.subset", "data.split", "data.chat_template")
+    words = [
+        "finetune",
+        "model.path=tiny",
+        "data.source=x",
+        *(f"{key}={name}" for key, name in zip(keys, SHELL, strict=True)),
+    ]
+    Path("job").write_text(leanft.ok("slurm", *words).out)
+    assert subprocess.run(["bash", "job"], timeout=20).returncode == 0
+    assert json.loads(Path("calls").read_text().splitlines()[-1])[-len(words) - 1 : -1] == words
     assert not Path("pwned").exists()
     for option in ("--partition", "--account", "--time"):
         for value in ("a\ntouch pwned", "a b", "$(x)"):
@@ -131,6 +135,7 @@ def test_a_model_card_shows_foreign_text(tmp_path: Path) -> None:
     assert "```a`b``c```" not in card and "``` a`b``c ```" in card and "`` fine`tune ``" in card
 
 
+@pytest.mark.long
 def test_dollar_signs_in_names_are_drawn(tmp_path: Path) -> None:
     run = tmp_path / r"a$\frac$b"
     run.mkdir()

@@ -43,6 +43,7 @@ def test_what_trains_nothing_has_a_heading_of_its_own_and_peaks_are_marked_as_pl
     assert "planned peak" in out
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("recipe", "has", "lacks"),
     [
@@ -58,6 +59,7 @@ def test_a_recipe_lists_the_presets_that_name_it(leanft, recipe, has, lacks):
     assert lacks not in presets
 
 
+@pytest.mark.long
 def test_a_users_own_recipe_lists_the_presets_that_fit(leanft, tmp_path):
     leanft("cp", "full_finetune_single_device", tmp_path / "mine.py")
     presets = leanft("ls", tmp_path / "mine.py").out.partition("Presets")[2].partition("Settings")[0]

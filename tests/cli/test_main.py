@@ -1,14 +1,14 @@
 """`leanft`: help, version, typos and imports."""
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import lean_ft
+from lean_ft.system.before_torch import CUDA_ALLOCATOR_VARIABLES
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 VERBS = ["run", "ls", "cp", "cat", "validate", "env"]
 
 
@@ -73,26 +73,28 @@ def test_help_of_a_recipe_lists_its_settings(leanft, shipped):
         ("leanft cat tiny/f", ["tiny/full"]),
     ],
 )
-def test_a_shell_is_told_what_could_come_next(leanft_process, words, answers):
-    answer = leanft_process(_LEANFT_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=f"{words.count(' ')}")
+def test_a_shell_is_told_what_could_come_next(leanft, monkeypatch, words, answers):
+    variables = {"_LEANFT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": f"{words.count(' ')}"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    answer = leanft()
     assert (answer.code, answer.out.split()) == (0, answers)
 
 
-def test_python_m_lean_ft_is_leanft(leanft_process):
-    answer = leanft_process("--version")
-    assert (answer.code, answer.out, answer.err) == (0, f"{lean_ft.__version__}\n", "")
+def test_the_version(leanft):
+    assert leanft.quiet("--version").out == f"{lean_ft.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["ls"], ["run", "nonesuch"]])
-def test_what_needs_no_recipe_imports_no_torch(arguments):
+def test_what_needs_no_recipe_imports_no_torch():
     script = (
         "import sys\n"
         "from lean_ft.cli.main import run_command_line\n"
-        "try:\n"
-        f"    run_command_line({arguments!r})\n"
-        "except SystemExit:\n"
-        "    heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
-        "    sys.exit(str(heavy) if heavy else 0)\n"
+        "for command in ('--help', 'run --help', 'run nonesuch', 'ls'):\n"
+        "    try:\n"
+        "        run_command_line(command.split())\n"
+        "    except SystemExit:\n"
+        "        heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "        assert not heavy, (command, heavy)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -106,11 +108,28 @@ def test_a_reader_that_stops_reading_is_no_error(toy_recipe):
     assert (done.stdout, done.stderr) == ("# a comment\n0\n", "")
 
 
-def test_a_run_whose_reader_is_gone_has_failed(toy_recipe):
+GONE = "error: RuntimeError: the run stopped, because the program that read its output"
+
+
+def test_a_run_whose_reader_is_gone_has_failed(leanft, toy_recipe, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        answer = leanft("run", toy_recipe, "model.path=m", "act=flood")
+    assert answer.code == 1 and answer.err.startswith(GONE) and "Traceback" not in answer.err
+
+
+@pytest.mark.long
+def test_a_process_whose_reader_is_gone_has_failed(toy_recipe, monkeypatch):
+    """Its first line shows that the allocator is set before the recipe is imported."""
+    for name in CUDA_ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    toy_recipe.write_text("import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\n" + toy_recipe.read_text())
     command = f"{sys.executable} -m lean_ft run {toy_recipe} model.path=m act=flood"
-    script = f"{command} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    script = f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "1\n"
-    assert done.stderr.startswith("error: RuntimeError: the run stopped, because the program that read its output")
+    assert done.stdout == "expandable_segments:True\n1\n"
+    assert done.stderr.startswith(GONE)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

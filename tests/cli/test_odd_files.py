@@ -13,15 +13,15 @@ RAW = re.compile(
     rf"Traceback|\b({'|'.join(name for name in dir(builtins) if name.endswith(('Error', 'Exception')))})\b"
 )
 CONTENTS = {
+    "half a pair": b'{"messages": [{"role": "user", "content": "\\ud800"}], "step": "\\ud800", "model_type": "\\ud800"}',
+    "a list": b"[]",
+    "nested": b"[" * 100_000,
     "empty": b"",
     "blank": b" \n\n",
     "binary": bytes(range(256)) * 20,
-    "a list": b"[]",
     "an object": b"{}",
     "a number": b"7",
-    "nested": b"[" * 100_000,
     "no UTF-8": "é".encode("latin-1") * 9,
-    "half a pair": b'{"messages": [{"role": "user", "content": "\\ud800"}], "step": "\\ud800", "model_type": "\\ud800"}',
     "numbers": b'{"messages": 1e999, "step": -1, "model_type": 10, "vocab_size": 1e400, "lora_rank": '
     + b"9" * 5000
     + b"}",
@@ -42,22 +42,21 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_what_is_no_such_file_is_a_message(leanft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.first(1)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_what_is_no_such_file_is_a_message(leanft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str):
     monkeypatch.chdir(tmp_path)
     Path("good.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    *command, last = FILES[kind] if "/" not in " ".join(FILES[kind]) else [*FILES[kind], ""]
-    words = [*command, last] if last else command
-    [named] = [word for word in words if re.search(r"\.(jsonl?|yaml|safetensors)$", word) and "good" not in word]
-    place = Path(named.partition("=")[2] or named)
-    words = [word.replace(str(place), str(place.parent)) if place.parent != Path() else word for word in words]
-    for name, content in CONTENTS.items():
+    for kind, command in FILES.items():
+        [named] = [word for word in command if re.search(r"\.(jsonl?|yaml|safetensors)$", word) and "good" not in word]
+        place = Path(named.partition("=")[2] or named)
+        words = [word.replace(str(place), str(place.parent)) if place.parent != Path() else word for word in command]
         for folder in ("model", "folder", "out"):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(Path(lean_ft.__file__).parent / "assets/tiny/model", "model")
         Path("folder").mkdir()
         place.unlink(missing_ok=True)
-        place.write_bytes(content)
+        place.write_bytes(CONTENTS[content])
         answer = leanft(*words)
-        assert answer.code in (0, 2), (name, answer.err)
-        assert not RAW.search(answer.out + answer.err), (name, answer.err)
+        assert answer.code in (0, 2), (kind, answer.err)
+        assert not RAW.search(answer.out + answer.err), (kind, answer.err)

@@ -65,6 +65,7 @@ def test_a_users_family_runs_resumes_generates_and_is_exported_from_another_fold
     torch.testing.assert_close(load_model("out")(ids), mine(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_a_row_without_effect_and_a_presets_row_are_refused(leanft, mine, tmp_path):
     (tmp_path / "row.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{RIGHT}")
     (tmp_path / "preset.yaml").write_text("recipe: finetune\nmodel: {path: mine, family: row.py:my_arcee}\n")

@@ -10,6 +10,7 @@ from lean_ft.plan.result import Peak
 from lean_ft.system.units import GIB
 
 
+@pytest.mark.usefixtures("plans")
 def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
     answer = leanft.ok(
         *("plan", "--config", "tiny/full", "device=cpu", "data.max_length=64", "batch_size=2", "--budget", "1MiB")
@@ -24,6 +25,7 @@ def test_progress_is_printed_and_a_budget_that_nothing_fits(leanft):
     assert [line for line in others if "simulating" in line and not re.match(told, line)] == []
 
 
+@pytest.mark.usefixtures("plans")
 def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes(leanft):
     answer = leanft.ok("plan", "--config", "tiny/full", "data.max_length=64", "--device-name", "RTX 4090")
     reserved = re.search(r"reserved by the allocator: ([\d.]+ [MG]iB), plus the driver's context", answer.out)
@@ -33,6 +35,7 @@ def test_of_a_gpu_it_tells_what_the_allocator_reserves_and_what_the_driver_takes
     assert re.search(r"\n +peak +reserved +speed  overrides\n", answer.out)
 
 
+@pytest.mark.usefixtures("plans")
 def test_adapters_are_listed_and_the_same_plan_is_not_made_again(leanft, monkeypatch):
     command = ("plan", "--config", "tiny/full", "data.max_length=48", "--device-name", "RTX 4090")
     first = leanft.ok(*command)
@@ -64,18 +67,21 @@ def test_the_picture_is_drawn(tmp_path):
         (tmp_path / "step.png").unlink()
 
 
+@pytest.mark.usefixtures("plans")
 def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
-    monkeypatch.setattr(search, "search", lambda *arguments, **named: None)  # the search has its own tests
+    for name in ("search", "search_adapters"):  # have their own tests
+        monkeypatch.setattr(search, name, lambda *arguments, **named: None)
     tiny = ("--config", "tiny/full", "data.max_length=64", "--device-name", "H100")
     answer = leanft.ok("plan", "finetune", *tiny, "gradient_accumulation_steps=4", "--gpus", "2", "--nodes", "2")
     assert "planned for 4 x H100 on 2 machines in " in answer.out
-    assert re.search(r"peak [\d.]+ GiB on each", answer.out)
+    assert re.search(r"peak [\d.]+ [MG]iB on each", answer.out)
     assert re.search(r"each GPU sends 0 B within its machine and [\d.]+ MiB to other machines per step", answer.out)
 
 
 TINY = ("plan", "--config", "tiny/full", "data.max_length=64", "max_steps=3600000")
 
 
+@pytest.mark.usefixtures("plans")
 def test_cards_are_compared_with_time_and_cost(leanft):
     answer = leanft.ok(*TINY, "--device-name", "H100, 4090,t4", "--price", "2,1,0.5")
     names, *rows = [re.split(r"  +", line.strip()) for line in answer.out.splitlines()]
@@ -90,6 +96,7 @@ def test_cards_are_compared_with_time_and_cost(leanft):
     assert [row[:5] for row in again] == [[row[0], "no", *row[2:5]] for row in rows] and again[0][6] == rows[0][6]
 
 
+@pytest.mark.usefixtures("plans")
 def test_the_ledger_sums_up_to_the_step(leanft):
     answer = leanft.ok(*TINY, "--device-name", "H100", "--budget", "1GiB", "--ledger", "--price", "1")
     assert re.search(

@@ -38,6 +38,7 @@ def validated(leanft):
     return check
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["", "recipe: finetune\noutput_dir: runs/taken\nlora: {rank: 2}\n"])
 def test_download(leanft, validated, hub_server, user_folder, tmp_path, monkeypatch, preset):
     files = {file.name: file.read_bytes() for file in resolve_model_path("tiny").iterdir()}
@@ -54,6 +55,7 @@ def test_download(leanft, validated, hub_server, user_folder, tmp_path, monkeypa
     assert leanft("download", "org/tiny").out.endswith("-3\n" if preset else "data.source=tiny/train.jsonl\n")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["full_finetune_single_device", "lora_finetune_single_device", "tiny/full"])
 def test_cp(leanft, validated, user_folder, name):
     answer = leanft("cp", name, "my own/")
@@ -63,6 +65,7 @@ def test_cp(leanft, validated, user_folder, name):
     leanft.ok("ls", "my own/generate.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preset", "settings", "tries"),
     [

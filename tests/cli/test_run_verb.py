@@ -7,6 +7,7 @@ import pytest
 
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import Outlook
+from lean_ft.system.before_torch import CUDA_ALLOCATOR_VARIABLES
 
 TRAINING_RECIPE = '''"""A recipe of one line."""
 from lean_ft.settings import ModelConfig, RecipeConfig, SFTDataConfig
@@ -172,12 +173,21 @@ def test_a_recipe_may_import_what_lies_beside_it_and_have_the_name_of_a_module(l
     assert hasattr(importlib.import_module("json"), "dumps")
 
 
-def test_the_allocator_is_set_before_the_recipe_is_imported_unless_the_user_did(leanft_process, toy_recipe):
+@pytest.mark.parametrize(
+    ("given", "printed"),
+    [
+        ({}, ["expandable_segments:True", "allocator", "expandable_segments:True", "None"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, ["None", "allocator", "None", "max_split_size_mb:64"]),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, ["backend:native", "allocator", "backend:native", "None"]),
+    ],
+)
+def test_the_allocator_is_set_before_the_recipe_is_imported_unless_the_user_did(
+    leanft, toy_recipe, monkeypatch, given, printed
+):
+    for name in CUDA_ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     toy_recipe.write_text("import os\nprint(os.environ.get('PYTORCH_ALLOC_CONF'))\n" + toy_recipe.read_text())
-    run = ["run", toy_recipe, "model.path=m", "act=environment"]
-    assert leanft_process(*run).out.split() == [
-        *("expandable_segments:True", "allocator", "expandable_segments:True", "None"),
-    ]
-    mine = leanft_process(*run, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")
-    assert mine.out.split() == ["None", "allocator", "None", "max_split_size_mb:64"]
-    assert leanft_process(*run, PYTORCH_ALLOC_CONF="backend:native").out.split()[0] == "backend:native"
+    assert leanft("run", toy_recipe, "model.path=m", "act=environment").out.split() == printed

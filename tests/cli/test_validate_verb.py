@@ -16,8 +16,9 @@ from tests.parallel.processes import needs_parts
 SET = ["lora.dora=true", "data.columns.prompt=prompt", "optimizer.betas=[0.8,0.9]"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("option", [[], ["--all"]])
-@pytest.mark.parametrize("overrides", [[], SET], ids=["defaults", "set"])
+@pytest.mark.parametrize("overrides", [SET, []], ids=["set", "defaults"])
 def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_path, option, overrides):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     given = [
@@ -36,6 +37,7 @@ def test_what_is_valid_is_printed_as_a_preset_that_gives_the_same(leanft, tmp_pa
     assert load_config(config, preset, []) == load_config(config, None, given)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", [name for name in catalog.presets() if name.startswith("tiny/")])
 def test_the_chosen_settings_of_every_recipe_give_the_same_run(tmp_path, name):
     preset = catalog.presets()[name]
@@ -70,29 +72,29 @@ def arguments(tmp_path):
     return arguments
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("data.source=DIR/unmapped.jsonl", "unmapped.jsonl, line 1: cannot detect the format from the fields question, reply"),
+        ("output_dir=DIR", "holds files that do not belong to a run"),
+        ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
+        ("data.columns.prompt=promt", "data.columns.prompt=promt: .*no column `promt`.*Did you mean 'prompt'"),
+        ("data.chat_template=DIR/none.jinja", "chat template .*none.jinja cannot be read"),
+        ("model.path=DIR/adapter", "has no config.json: it is an adapter. .*adapter="),
         ("data.source=DIR/mixed.jsonl", "text: {}/mixed.jsonl, line 10"),
         ("data.source=DIR/number.jsonl", "line 10: the field `completion` is a number"),
-        ("data.columns.prompt=promt", "data.columns.prompt=promt: .*no column `promt`.*Did you mean 'prompt'"),
         ("data.validation_source=DIR/unmapped.jsonl", "data.validation_source: .*unmapped.jsonl, line 1"),
-        ("data.chat_template=DIR/none.jinja", "chat template .*none.jinja cannot be read"),
         ("device=mps", "device=mps needs a mps device"),
         ("model.dtype=int8", "expected bfloat16 | float32 | float16, found 'int8'"),
         ("model.path=DIR", "has no config.json"),
         ("output_dir=DIR/good.jsonl", "output_dir=.*good.jsonl is a file"),
         ("output_dir=DIR/good.jsonl/run", "cannot be written"),
         ("output_dir=/proc/run", "cannot be written"),  # even by root
-        ("output_dir=DIR", "holds files that do not belong to a run"),
-        ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
         ("freeze=[model.layrs.*]", "model.layrs.*"),
-        ("model.path=DIR/adapter", "has no config.json: it is an adapter. .*adapter="),
     ],
 )  # fmt: skip
 def test_what_would_stop_a_run_at_once_is_told(leanft, arguments, tmp_path, override, message):
-    leanft.ok("validate", *arguments())
     refusal = leanft.refused("validate", *arguments(override))
     assert re.search(message.replace("{}", str(tmp_path)), refusal), refusal
 
@@ -107,9 +109,13 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("recipe", [*STRANGERS, "evil.py"])
-@pytest.mark.parametrize("verb", ["validate", "plan", "slurm"])
-def test_no_code_that_a_preset_names_runs_before_a_run(leanft, tmp_path, monkeypatch, recipe, verb):
+FIRST = [("validate", "grpo"), ("validate", "evil.py"), ("slurm", "online_dpo"), ("plan", "finetune")]
+VERBS = [(verb, recipe) for verb in ("validate", "plan", "slurm") for recipe in (*STRANGERS, "evil.py")]
+
+
+@pytest.mark.first(len(FIRST))
+@pytest.mark.parametrize(("verb", "recipe"), dict.fromkeys([*FIRST, *VERBS]))
+def test_no_code_that_a_preset_names_runs_before_a_run(leanft, tmp_path, monkeypatch, verb, recipe):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text(
         "open('ran', 'w')\nfrom recipes.finetune import Config, main\n\ndef convert(row): return row\n\ndef reward(**_): return [1.0]\n\n"
@@ -149,6 +155,7 @@ def test_all_missing_files_are_named(leanft, arguments, tmp_path):
     assert "good.jsonl" not in refusal
 
 
+@pytest.mark.long
 def test_a_reference_is_told_or_refused(leanft, tmp_path):
     given = ("validate", "dpo", "--config", "tiny/dpo", "device=cpu", f"output_dir={tmp_path / 'run'}")
     assert "# reference: cached, " in leanft(*given).out
@@ -156,6 +163,7 @@ def test_a_reference_is_told_or_refused(leanft, tmp_path):
     assert "lora is null" in refusal
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("recipe", "override", "message"),
     [
@@ -176,15 +184,25 @@ def test_a_reference_is_told_or_refused(leanft, tmp_path):
 )
 def test_what_the_run_would_find_of_the_model_is_refused(leanft, tmp_path, recipe, override, message):
     """The model's rotary frequencies change with the text length beyond 16 tokens."""
-    folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
+    given = ("validate", recipe, "--config", f"tiny/{recipe}", *with_dynamic_frequencies(tmp_path))
+    assert message in leanft.refused(*given, *override.split())
+
+
+def with_dynamic_frequencies(folder) -> list[str]:
+    shutil.copytree(resolve_model_path("tiny"), folder / "model")
+    file = folder / "model" / "config.json"
+    config = json.loads(file.read_text())
     config |= {"max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-    (folder / "config.json").write_text(json.dumps(config))
-    given = ("--config", f"tiny/{recipe}", "device=cpu", f"model.path={folder}", f"output_dir={tmp_path / 'run'}")
-    leanft.ok("validate", recipe, *given)
-    assert leanft("validate", recipe, *given, "parallel.context=2").code == 0  # rehearsed with 2 ranks
-    refusal = leanft.refused("validate", recipe, *given, *override.split())
-    assert message in refusal
+    file.write_text(json.dumps(config))
+    return [f"model.path={folder / 'model'}", f"output_dir={folder / 'run'}", "device=cpu"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
+def test_a_run_of_several_ranks_is_valid(leanft, tmp_path, recipe):
+    given = ("validate", recipe, "--config", f"tiny/{recipe}", *with_dynamic_frequencies(tmp_path))
+    leanft.ok(*given)
+    leanft.ok(*given, "parallel.context=2")  # rehearsed with 2 ranks
 
 
 def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
@@ -195,23 +213,24 @@ def test_first_rows_are_told_and_the_hub_is_not_asked(leanft, arguments):
         "# data.validation_source: org/rows is a dataset of the Hub",
     ):
         assert line in answer.out
-    assert "# data.source: of the first rows, 16 rows (prompt_completion" in leanft("validate", *arguments()).out
+    assert "# data.source: of the first rows, 16 rows (prompt_completion" in leanft.ok("validate", *arguments()).out
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("overrides", "kept"),
     [
         (["data.source=DIR/good.jsonl"], ("null", 0)),
-        (["data.source=DIR/good.jsonl", "data.validation_fraction=0.5"], ("null", 200)),
         (["data.source=DIR/good.jsonl", "data.validation_source=DIR/good.jsonl"], ("DIR/good.jsonl", 200)),
+        (["data.source=DIR/good.jsonl", "data.validation_fraction=0.5"], ("null", 200)),
         (["data.source=DIR/good.jsonl", "eval_answers=3"], ("null", 3)),
         (["data.max_length=9"], ("tiny/validation.jsonl", 200)),
     ],
 )
 def test_another_source_takes_the_presets_held_out_rows_back(leanft, arguments, tmp_path, overrides, kept):
     own = [*arguments()[:2], f"output_dir={tmp_path}/run", *(one.replace("DIR", str(tmp_path)) for one in overrides)]
-    answer = leanft.ok("validate", *own)
-    settings = yaml.safe_load(leanft("validate", "--all", *own).out)
+    answer = leanft.ok("validate", "--all", *own)
+    settings = yaml.safe_load(answer.out)
     expected = None if kept[0] == "null" else kept[0].replace("DIR", str(tmp_path))
     assert (settings["data"]["validation_source"], settings["eval_answers"]) == (expected, kept[1])
     assert ("of the preset, because data.source is set" in answer.err) == (kept[0] == "null")

@@ -10,14 +10,15 @@ from lean_ft.settings import LoRAConfig
 from tests.recipes.conftest import planned
 
 
-@pytest.mark.parametrize("lora", [{}, {"dora": True}, {"quantize": "nf4"}], ids=str)
-def test_weights_and_states_are_their_real_bytes(lora):
-    own = ["batch_size=2", "data.max_length=256", "model.path=tiny", "data.source=none.jsonl", "lora.rank=4"]
+@pytest.mark.first(1)
+@pytest.mark.parametrize("lora", [{"quantize": "nf4"}, {}, {"dora": True}], ids=str)
+def test_weights_and_states_are_their_real_bytes(lora, small_model):
+    own = ["batch_size=2", "data.max_length=256", f"model.path={small_model}", "data.source=none.jsonl", "lora.rank=4"]
     own += [f"lora.{name}={str(value).lower()}" for name, value in lora.items()]
     parts = planned("lora_finetune_single_device", *own, device=None).peak.bytes_by_label
 
     cfg = LoRAConfig(rank=4, **lora)
-    model = load_model("tiny", dtype=torch.bfloat16, after_module=quantize_as_loaded(cfg))
+    model = load_model(small_model, random_init=True, dtype=torch.bfloat16, after_module=quantize_as_loaded(cfg))
     apply_lora(model, cfg)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,18 +25,33 @@ def recipe():
 
 
 @pytest.fixture
-def configure(recipe, tmp_path):
+def configure(recipe, tmp_path, small_model):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "%s"}\n' % ("word " * 999) * 9)
-    own = ["model.path=tiny", f"data.source={rows}", f"output_dir={tmp_path / 'run'}", "data.max_length=64"]
+    own = [f"model.path={small_model}", f"data.source={rows}", f"output_dir={tmp_path / 'run'}", "data.max_length=64"]
     return lambda *overrides: load_config(recipe.Config, None, [*own, "device=cpu", *overrides])
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Rehearse without another process."""
+
+    def run(command, *, input, **_):
+        try:
+            answer = beforehand._answer(json.loads(input))
+        except ValueError:
+            answer = None
+        return SimpleNamespace(stdout=json.dumps({"result": answer}).encode())
+
+    monkeypatch.setattr(beforehand.subprocess, "run", run)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
         ("model.dtype=float32", "optimizer.name=adamw", "clip_grad_norm=1.0"),
+        (),
         ("model.dtype=float16", "batch_size=8", "gradient_accumulation_steps=4", "memory.loss_chunk_tokens=0"),
     ],
 )
@@ -53,19 +69,21 @@ def test_a_run_that_surely_fits_is_not_rehearsed(recipe, configure, monkeypatch)
     assert "peak memory below" in str(outlook)
 
 
-@pytest.mark.parametrize("room_gib", [None, 0.1])
-def test_a_run_that_leaves_most_memory_free_names_a_faster_setting(recipe, configure, monkeypatch, room_gib):
+@pytest.mark.first(1)
+@pytest.mark.parametrize("is_rehearsed", [False, True])
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_that_leaves_most_memory_free_names_a_faster_setting(recipe, configure, monkeypatch, is_rehearsed):
     """The advice comes from the bound or from a rehearsal. There is none if nothing is recomputed, or little memory is left."""
-    if room_gib is not None:
-        monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: int(room_gib * GIB))
     recomputing = configure("memory.activation_checkpointing=full", "batch_size=4")
+    if is_rehearsed:
+        monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: upper_bound_bytes(recomputing) - 1)
     outlook = foresee(recipe, recomputing)
-    assert outlook is not None and bool(outlook.where) == (room_gib is not None)
+    assert outlook is not None and bool(outlook.where) == is_rehearsed
     assert "memory.activation_checkpointing=none would be faster and fit too" in (outlook.advice or "")
-    assert ("peak memory below" in (outlook.advice or "")) == (room_gib is None)
+    assert ("peak memory below" in (outlook.advice or "")) != is_rehearsed
     plain = foresee(recipe, configure("memory.activation_checkpointing=none", "batch_size=4"))
     assert plain is not None and plain.advice is None
-    if room_gib is not None:
+    if is_rehearsed:
         monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: int(1.5 * outlook.peak_bytes))
         assert (tight := foresee(recipe, recomputing)) is not None and tight.advice is None
 
@@ -76,16 +94,6 @@ def test_on_a_gpu_what_the_allocator_reserves_must_fit():
     assert str(outlook).startswith(
         "peak memory 10.00 GiB (12.00 GiB reserved), reached in: loss; 11.00 GiB free on A100"
     )
-
-
-def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeypatch):
-    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
-    outlook = foresee(recipe, cfg := configure())
-    assert outlook is not None and not outlook.fits
-    assert outlook.peak_bytes == rehearse(recipe, cfg, CPU).peak_bytes
-    assert f"of the process itself, reached in: {outlook.where}" in str(outlook) and outlook.where
-    assert outlook.process_bytes > 2**27  # torch alone
-    assert replace(outlook, room_bytes=None).fits
 
 
 @pytest.mark.parametrize("settings", [("batch_size=99",), ("data.batch_tokens=1000000000",)])
@@ -132,26 +140,45 @@ def written(monkeypatch, tmp_path):
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
     (tmp_path / "recipes_beside.py").write_text(
         "from lean_ft.system.catalog import find_recipe, load_recipe\n"
-        "Config = load_recipe(find_recipe('full_finetune_single_device')).Config\n"
+        "full = load_recipe(find_recipe('full_finetune_single_device'))\n"
     )
 
     def write(main: str):
         path = tmp_path / f"recipe_{abs(hash(main))}.py"
-        path.write_text(f"import os, sys\nfrom recipes_beside import Config\ndef main(cfg):\n    {main}\n")
+        path.write_text(
+            f"import os, sys\nfrom recipes_beside import full\nConfig = full.Config\ndef main(cfg):\n    {main}\n"
+        )
         return load_recipe(path)
 
     return write
 
 
-def test_what_a_rehearsal_does_stays_in_its_process(written, configure):
-    recipe = written("sys.modules.update(left_behind=sys)")
-    assert foresee(recipe, configure()) is None  # without a step
-    assert "left_behind" not in sys.modules
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeypatch):
+    monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)
+    outlook = foresee(recipe, cfg := configure())
+    assert outlook is not None and not outlook.fits
+    assert 2**20 < outlook.peak_bytes < (upper_bound_bytes(cfg) or 0)
+    assert f"of the process itself, reached in: {outlook.where}" in str(outlook) and outlook.where
+    assert outlook.process_bytes > 2**27  # torch alone
+    assert replace(outlook, room_bytes=None).fits
 
 
-def test_a_rehearsal_that_dies_says_so(written, configure):
-    with pytest.raises(RuntimeError, match="process died"):
-        foresee(written("os._exit(1)"), configure())
+@pytest.mark.long
+def test_a_rehearsal_has_a_process_of_its_own(recipe, written, configure, capfd):
+    """The process sees no GPU, tells prints of the recipe from its answer, and leaves nothing behind."""
+    prints = "assert os.environ['CUDA_VISIBLE_DEVICES'] == ''; print('output of a recipe')"
+    mine = written(f"{prints}; sys.modules.update(left_behind=sys); full.main(cfg)")
+    outlook = foresee(mine, cfg := configure())
+    assert outlook is not None and outlook.peak_bytes == rehearse(recipe, cfg, CPU).peak_bytes
+    assert "output of a recipe" in capfd.readouterr().err and "left_behind" not in sys.modules
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("main", "failure"), [("os._exit(1)", "process died"), ("raise KeyError(5)", "KeyError: 5")])
+def test_a_rehearsal_that_fails_says_so(written, configure, main, failure):
+    with pytest.raises(RuntimeError, match=failure):
+        foresee(written(main), configure())
 
 
 @pytest.mark.long
@@ -162,13 +189,6 @@ def test_an_alias_is_rehearsed_with_its_own_settings(configure, written):
     assert outlook is not None and outlook.peak_bytes == rehearse(lora, adapted, CPU).peak_bytes
 
 
-def test_a_rehearsal_sees_no_gpu_and_tells_prints_from_the_answer(written, configure, capfd):
-    mine = written("print('output of a recipe'); raise KeyError(os.environ['CUDA_VISIBLE_DEVICES'])")
-    with pytest.raises(RuntimeError, match="KeyError: ''"):
-        foresee(mine, configure())
-    assert "output of a recipe" in capfd.readouterr().err
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_a_run_is_planned(recipe, configure, monkeypatch):
     monkeypatch.setattr(beforehand, "upper_bound_bytes", lambda cfg: None)
@@ -177,6 +197,7 @@ def test_on_a_gpu_a_run_is_planned(recipe, configure, monkeypatch):
     assert outlook is not None and outlook.where
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_run_reports_refused_settings(recipe, configure, monkeypatch):
     assert foresee(recipe, configure("model.path=no/such/folder/here")) is None
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)

@@ -22,7 +22,7 @@ from lean_ft.system.catalog import find_recipe, load_recipe
 from tests.parallel.processes import on_ranks, supported
 from tests.training.toy_runs import QWEN
 
-SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 4096}
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "vocab_size": 4096}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 SETTINGS = (
     "model.random_init=true",
@@ -125,17 +125,22 @@ def num_bytes(model_folder: Path) -> tuple[int, int]:
     return layers, sum(parameter.nbytes for parameter in model.parameters()) - layers
 
 
-def test_what_is_sent_is_what_is_gathered_and_summed(model_folder):
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("devices", "count"), [(2, 1), (2, 2), (8, 1)])
+def test_what_is_sent_is_what_is_gathered_and_summed(model_folder, devices: int, count: int):
     """Layers are gathered twice and their gradients reduced once; the tied output layer is gathered once."""
     layers, ends = num_bytes(model_folder)
-    for devices, count in ((2, 1), (2, 2), (8, 1)):
-        n = devices * count
-        rounds = 2  # micro-batches of each rank
-        settings = (f"gradient_accumulation_steps={n * rounds}", "optimizer.name=sgd")
-        plan = planned(model_folder, Machines(devices, count), *settings)
-        here, away = (plan.sent_bytes, plan.sent_away_bytes) if count == 1 else (plan.sent_away_bytes, plan.sent_bytes)
-        assert here == pytest.approx(rounds * (3 * layers + 2 * ends) * (n - 1) / n, rel=1e-3)
-        assert away == 0
+    n, rounds = devices * count, 2  # micro-batches of each rank
+    settings = (f"gradient_accumulation_steps={n * rounds}", "optimizer.name=sgd")
+    plan = planned(model_folder, Machines(devices, count), *settings)
+    here, away = (plan.sent_bytes, plan.sent_away_bytes) if count == 1 else (plan.sent_away_bytes, plan.sent_bytes)
+    assert here == pytest.approx(rounds * (3 * layers + 2 * ends) * (n - 1) / n, rel=1e-3)
+    assert away == 0
+
+
+@pytest.mark.long
+def test_whole_layers_and_replicas_send_less(model_folder):
+    layers, ends = num_bytes(model_folder)
     whole = planned(model_folder, Machines(2), "parallel.reshard_after_forward=false", "gradient_accumulation_steps=2")
     assert whole.sent_bytes == pytest.approx((2 * layers + 2 * ends) / 2, rel=1e-3)
     # Replicas on two machines exchange the sums of their parts once per step.
@@ -144,6 +149,7 @@ def test_what_is_sent_is_what_is_gathered_and_summed(model_folder):
     assert both.sent_bytes == pytest.approx(2 * (3 * layers + 2 * ends) / 2, rel=1e-3)
 
 
+@pytest.mark.long
 def test_compiled_layers_send_what_others_do(model_folder):
     settings = ("parallel.context=2", "gradient_accumulation_steps=1", "optimizer.name=sgd")
     eager, compiled = (
@@ -152,6 +158,7 @@ def test_compiled_layers_send_what_others_do(model_folder):
     assert compiled == pytest.approx(eager, rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_vocabulary_that_stays_cut_takes_its_part(model_folder):
     card = find_device("H100")
     settings = ("gradient_accumulation_steps=8", "optimizer.in_backward=true", "optimizer.name=sgd")

@@ -13,6 +13,7 @@ from lean_ft.system.world import inside
 from tests.optim.tiny_training import build
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_4bit", "sgd"])
 def test_a_compiled_update_holds_a_slice_and_not_the_tensor(name: str):
     """For 2**28 elements, noise for all would take 0.5 GiB, and a float32 copy 1 GiB."""

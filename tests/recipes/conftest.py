@@ -45,8 +45,9 @@ def run_recipe(name: str, folder: Path, *settings: str) -> Lines:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@cache
 def planned(name: str, *settings: str, device: str | None = "A100 80GB", processes: int = 1) -> Rehearsal:
-    """Return the plan of a run, on a CPU if `device` is None."""
+    """Return the plan of a run, made once: on a card, or on a CPU if `device` is None."""
     chosen = choose_device(device, "cuda" if device else "cpu")
     return rehearse(recipe_module(name), config_of(name, *settings), chosen, Machines(processes))
 
