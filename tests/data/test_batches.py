@@ -226,6 +226,7 @@ class TestOrder:
         for (ids, labels), (row, targets) in zip(found[0], expected_documents(rows(), plain_tokenizer), strict=True):
             assert (ids[: len(row)], labels[: len(row)]) == (row, targets)
 
+    @pytest.mark.first(12)
     @pytest.mark.parametrize(
         ("layout", "num_rows"),
         [

@@ -111,6 +111,7 @@ def _places(columns: Columns) -> list[int]:
     return [place for document in columns for place in ((document.per_token["tone"] - 1) // IDS).tolist()]
 
 
+@pytest.mark.long
 def test_other_models_and_other_passes_get_the_column(tones: list[Tensor], write: Any, tmp_path: Path) -> None:
     """A teacher in memory and its cache, references, a quantized model's held-out loss, and batches of KTO."""
 

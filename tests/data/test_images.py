@@ -177,6 +177,7 @@ def forms(pictures: Path) -> dict[str, tuple[dict[str, Any], list[Any]]]:
     }
 
 
+@pytest.mark.first(2)
 def test_ids_of_every_form_equal_those_of_transformers(family: Family) -> None:
     for name, (row, messages) in forms(family.pictures).items():
         [document], report = family.documents(row) if name not in ("bytes", "datasets") else with_bytes(family, row)
@@ -204,6 +205,7 @@ def format_of(row: dict[str, Any]) -> str:
     return next(name for field, name in of.items() if field in row)
 
 
+@pytest.mark.first(2)
 def test_rows_of_other_objectives_equal_those_of_transformers(family: Family) -> None:
     names = ["wide.png", "tall.png"]
     messages = [asked(text("see "), image(), image(), text(" what?"))]
@@ -453,6 +455,7 @@ def test_a_template_that_reads_parts_alone_gets_parts(qwen: Family) -> None:
 # Lengths --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_image_is_never_cut(family: Family, side: str) -> None:
     row = {"messages": [asked(text("abc"), image(path="wide.png"), text("de"), image(path="tall.png")), ANSWER, asked(text("f"), image(path="wide.png")), ANSWER]}  # fmt: skip
@@ -484,6 +487,7 @@ def test_an_image_is_never_cut(family: Family, side: str) -> None:
         assert family.documents(row, max_length=last + 1)[0]
 
 
+@pytest.mark.first
 def test_the_prompt_of_a_pair_is_never_cut_in_an_image(family: Family) -> None:
     row = {"prompt": "ab<image>cd", "images": ["wide.png"], "chosen": "yes", "rejected": "no"}
     [whole, _], _ = family.documents(row, PreferenceDataConfig)
@@ -572,6 +576,7 @@ def row_of(names: list[str], words: str) -> dict[str, Any]:
     return {"messages": [asked(*(image(path=name) for name in names), text(words)), ANSWER]}
 
 
+@pytest.mark.first
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_batches_show_each_document_the_images_of_its_row(family: Family, data: Any) -> None:
@@ -664,6 +669,7 @@ def test_batches_built_ahead_are_those_built_when_needed(qwen: Family) -> None:
             assert len(found) == 24 // ranks
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("kind", [SFTDataConfig, PreferenceDataConfig, UnpairedDataConfig])
 def test_the_longest_batch_has_as_many_patches_as_fit(family: Family, kind: Any) -> None:
     rules = family.tokenizer.image_rules
@@ -689,6 +695,7 @@ def test_the_longest_batch_has_as_many_patches_as_fit(family: Family, kind: Any)
         )
 
 
+@pytest.mark.first
 def test_processes_make_the_same_documents(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, found = [row_of(["wide.png"], "a"), row_of(["missing.png"], "a")] * 3, []
     for few in (0, 100):

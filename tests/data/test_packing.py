@@ -61,6 +61,7 @@ def test_documents_keep_their_order_among_equals():
     assert documents.tolist() == list(range(10))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("longest", [2048, 131072])
 def test_a_million_documents_take_seconds(longest: int):
     lengths = np.random.default_rng(0).integers(1, longest + 1, size=1_000_000)

@@ -155,6 +155,7 @@ def test_documents_are_those_of_one_process(config, tokenizer: str, request: pyt
         assert (values == shared_out.stored[name]).all()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("depth", [100, 900, 950, 980, 2000])
 def test_a_deeply_nested_row_is_bad_however_many_processes_there_are(config, chat_tokenizer, monkeypatch, depth: int):
     deep = '{"prompt": ' + "[" * depth + "]" * depth + ', "completion": "c"}'

@@ -75,6 +75,7 @@ def test_what_is_drawn_depends_on_seed_prompt_sample_and_position_alone(make_che
     assert sample(model, PROMPTS, Sampling(16, 1.4, seed=8)) != sample(model, PROMPTS, Sampling(16, 1.4, seed=7))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("case", ["qwen3_moe_some_layers", "gpt_oss", "gemma4_text_experts"])
 def test_recorded_experts_are_those_of_a_pass_over_the_whole_text(make_checkpoint, case):
     """Also for rows that wait, that end early, and that move to other places of the cache."""

@@ -130,6 +130,7 @@ def test_sizes_of_published_models_equal_those_of_transformers():
             assert cut.sizes == (whole,)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma4", "smolvlm"])
 def test_absent_settings_have_the_processors_defaults(tmp_path, family):
     rules = image_rules(write_folder(tmp_path, family, settings={}))
@@ -185,6 +186,7 @@ def test_max_tokens_scales_images_down_and_never_up(tmp_path, family):
             image_rules(tmp_path, least - 1)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_limit_in_the_folder_gives_as_many_tokens_in_transformers(tmp_path, family, nested):

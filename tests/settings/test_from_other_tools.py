@@ -474,6 +474,7 @@ def converted(text: str, folder: Path) -> tuple[dict[str, Any], str]:
     return yaml.safe_load(ours.read_text()), "\n".join(said)
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_configuration_becomes_a_preset(name, tmp_path):
     tool, changes, differences, said = CASES[name]

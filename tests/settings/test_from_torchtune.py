@@ -252,6 +252,7 @@ def presets_of(text: str, folder: Path) -> tuple[dict[str, Any], str]:
     return converted("\n".join([updated, *comments]), folder)
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("name", CASES)
 def test_a_configuration_becomes_a_preset(name, tmp_path):
     text, changes, said = CASES[name]
@@ -359,6 +360,7 @@ def test_a_strangers_text_adds_no_setting(line, tmp_path):
     assert sum("neftune_alpha" in one for one in comments) > 4
 
 
+@pytest.mark.long
 def test_a_large_configuration_is_fast(tmp_path):
     theirs = yaml.safe_load(BASE) | {f"k{i}": "${k0}" * 3 + "${" + f"k{i + 1}" + "}" for i in range(6000)}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))

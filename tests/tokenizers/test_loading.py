@@ -405,6 +405,7 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(name, shared_data, tmp_path)
     assert tokenizer.decode([*ids, tokenizer.vocab_size, 10**6]) == tokenizer.decode(ids) == "Hello there"
 
 
+@pytest.mark.long
 def test_many_added_tokens_take_linear_time(tmp_path):
     for file in resolve_model_path("tiny").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -224,6 +224,7 @@ def test_masks_are_those_of_the_template_with_tags(name: str, conversation: str,
     assert re.split("\0+", left) == (["<|end|>"] * len(ended) or [""]) if name == "gptoss" else not left
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("answers_in_a_row", [1, 2])
 @pytest.mark.parametrize("name", [*NAMES, "phi3_5", "gptoss", "glm4moe", "lfm2_v2", "qwen3_6"])
 def test_blocks_belong_to_their_messages(name: str, answers_in_a_row: int, folder_of: FolderOf):
@@ -262,6 +263,7 @@ def test_a_block_at_the_end_of_the_chat_belongs_to_the_last_message(name: str, f
     assert trained_texts(tokenizer, CHAT, untrained={1}) == [last, "<eos>"]
 
 
+@pytest.mark.first(7)
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "glm4moe", "nemotron_3_nano", "gemma4", "lfm2_2_5_v2", "llama3"])
 def test_reasoning_under_each_of_its_names(name: str, key: str, folder_of: FolderOf):
