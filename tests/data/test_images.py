@@ -862,7 +862,7 @@ _ROWS: dict[Any, Any] = {
 
 
 @pytest.mark.parametrize("kind", _ROWS)
-@pytest.mark.parametrize("number", [150, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [60, pytest.param(5000, marks=pytest.mark.long)])
 def test_random_rows_are_read_or_refused_with_a_reason(qwen: Family, kind: Any, number: int) -> None:
     others = {"labels": ["x", "y"]} if kind is ClassificationDataConfig else {}
     names = {SFTDataConfig: "messages", PreferenceDataConfig: "preference", ClassificationDataConfig: "classification"}

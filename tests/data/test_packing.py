@@ -44,7 +44,7 @@ def rooms(lengths: list[int], documents: np.ndarray, offsets: np.ndarray) -> lis
     return left
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(LENGTHS)
 def test_rows_hold_every_document_once(lengths: list[int]):
     packed = rooms(lengths, *pack(np.array(lengths), CAPACITY))
@@ -71,7 +71,7 @@ def test_a_million_documents_take_seconds(longest: int):
     assert lengths.sum() / ((len(offsets) - 1) * longest) > 0.998
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 4 * CAPACITY), min_size=1, max_size=40))
 def test_cutting_loses_no_token(lengths: list[int]):
     """Compare with cutting a list of (document, position) tokens."""

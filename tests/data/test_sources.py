@@ -126,7 +126,7 @@ class TestAFunctionOfOnesOwn:
         for name in ("pairs", "chat", "text", "odd") if num_processes == 1 else ("pairs",):
             made = [value for row in self.ROWS if (value := converters[name](row)) is not None]
             wrapped = [{"chat": {"messages": row}, "text": {"text": row}}.get(name, row) for row in made]
-            expected, _ = prepare(SFTDataConfig(source=write(wrapped, "made.jsonl")), chat_tokenizer)
+            expected, _ = prepare(SFTDataConfig(source=write(wrapped, "made.jsonl"), num_processes=1), chat_tokenizer)
             found, report = prepare(SFTDataConfig(**settings(name, num_processes=num_processes)), chat_tokenizer)
             assert found.content() == expected.content()
             assert report.rows == len(made)

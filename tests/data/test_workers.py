@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lean_ft.data import documents
-from lean_ft.data.documents import FEW_ROWS
+from lean_ft.data.documents import ROWS_AT_A_TIME
 from lean_ft.data.workers import map_in_processes
 from tests.data.conftest import prepare
 from tests.data.multiplying_worker import work_on
@@ -141,9 +141,12 @@ def test_the_process_that_makes_documents_never_loads_torch():
     assert "torch" not in modules
 
 
-@pytest.mark.parametrize("tokenizer", ["plain_tokenizer", "chat_tokenizer"])
-def test_documents_are_those_of_one_process(config, tokenizer: str, request: pytest.FixtureRequest):
-    rows = [{"prompt": f"{i}?", "completion": "c" * (i % 90)} for i in range(FEW_ROWS + 100)]
+@pytest.mark.first
+@pytest.mark.parametrize("tokenizer", ["chat_tokenizer", "plain_tokenizer"])
+def test_documents_are_those_of_one_process(config, tokenizer: str, request: pytest.FixtureRequest, monkeypatch):
+    """Of three parts."""
+    monkeypatch.setattr(documents, "FEW_ROWS", 100)
+    rows = [{"prompt": f"{i}?", "completion": "c" * (i % 90)} for i in range(2 * ROWS_AT_A_TIME + 9)]
     tokenizer = request.getfixturevalue(tokenizer)
     (alone, counts), (shared_out, same_counts) = (
         prepare(settings, tokenizer) for settings in (config(rows, num_processes=1), config(rows, num_processes=2))
@@ -156,7 +159,7 @@ def test_documents_are_those_of_one_process(config, tokenizer: str, request: pyt
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("depth", [100, 900, 950, 980, 2000])
+@pytest.mark.parametrize("depth", [950, 100, 900, 980, 2000])
 def test_a_deeply_nested_row_is_bad_however_many_processes_there_are(config, chat_tokenizer, monkeypatch, depth: int):
     deep = '{"prompt": ' + "[" * depth + "]" * depth + ', "completion": "c"}'
     settings = config('{"prompt": "?", "completion": "c"}\n' + deep, on_bad_row="skip")

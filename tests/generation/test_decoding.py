@@ -52,7 +52,7 @@ def test_what_is_drawn_depends_on_seed_prompt_sample_and_position_alone(make_che
     """Draws equal the reference without a cache, for any batch, order, cache and early stops."""
     folder, reference = make_checkpoint("qwen2", num_hidden_layers=3)
     model = load_model(folder)
-    asked = [(prompt, number) for prompt in PROMPTS for number in range(3)]
+    asked = [(prompt, number) for prompt in PROMPTS for number in range(2)]
     expected = {
         (tuple(prompt), number): samples(lambda ids: reference(ids).logits, prompt, 16, 1.4, seed=7, sample=number)
         for prompt, number in asked

@@ -94,13 +94,17 @@ def check(found: list[Sample], expected: list[Sample]) -> None:
         assert own.log_probs == pytest.approx(one.log_probs, abs=1e-4)
 
 
+@pytest.mark.first
+@pytest.mark.parametrize("number", [1, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [*CASES, "deepseek_v3"])
-def test_turns_are_those_of_whole_texts_for_any_order_of_replies_and_batch(make_checkpoint: Any, case: str) -> None:
+def test_turns_are_those_of_whole_texts_for_any_order_of_replies_and_batch(
+    make_checkpoint: Any, case: str, number: int
+) -> None:
     model, sampling = load_model(make_checkpoint(case)[0]), Sampling(LIMIT, 1.3, seed=2, stop_ids=STOPS)
     expected = [whole_texts(model, place, sampling) for place in range(len(PROMPTS))]
     assert {one.ended for one in expected} == {True, False}
     row_gib = model.cache_bytes(1, max(map(len, PROMPTS)) + LIMIT + MOST_GIVEN) / 2**30
-    for trial in range(6):
+    for trial in range(number):
         places = random.Random(trial).sample(range(len(PROMPTS)), len(PROMPTS) - trial % 2)
         replies, gib = Delayed(trial, places), [None, 4 * row_gib, 7 * row_gib][trial % 3]
         prompts, numbers = [PROMPTS[place] for place in places], [NUMBERS[place] for place in places]

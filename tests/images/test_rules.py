@@ -88,7 +88,7 @@ def same_as_theirs(rules: ImageRules, theirs: TheirProcessor, encoded: bytes, fo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("number", [60, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.long)])
 def test_images_equal_those_of_transformers(tmp_path, family, number):
     rules, theirs = image_rules(write_folder(tmp_path, family)), TheirProcessor(family)
     same = [same_as_theirs(rules, theirs, odd_picture(i), tmp_path) for i in range(number)]

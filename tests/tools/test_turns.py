@@ -103,7 +103,11 @@ def refusal(name: str) -> str:
 
 
 TEMPLATES = published()
-WITH_TOOLS = [name for name in TEMPLATES if not refusal(name)]
+# One template of each form of calls is default.
+FORMS = ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "llama3_1", "gemma4", "lfm2_v2", "nemotron_3_nano", *SMALL]
+FORMS = [name for name in FORMS if name in TEMPLATES]
+WITH_TOOLS = [*FORMS, *(name for name in TEMPLATES if not refusal(name) and name not in FORMS)]
+REFUSED = [name for name in TEMPLATES if refusal(name)]
 
 
 @cache
@@ -175,6 +179,7 @@ def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> tuple[str,
     return passage.text, tokenizer.tokenize([passage])[0][0].tolist()
 
 
+@pytest.mark.first(len(ROUNDS) * len(FORMS))
 @pytest.mark.parametrize("number", range(len(ROUNDS)))
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_prompt_turn_and_reply_are_what_the_template_writes(
@@ -233,6 +238,7 @@ def test_a_turn_that_the_template_ends_with_another_token(tokenizer_of: Callable
     assert given.count(tokenizer.token_id("<|end|>")) == 1
 
 
+@pytest.mark.first(len(FORMS))
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_an_observation_follows_an_answer(name: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
     tokenizer = tokenizer_of(name)
@@ -244,6 +250,7 @@ def test_an_observation_follows_an_answer(name: str, tokenizer_of: Callable[...,
         assert "Two." not in tokenizer.decode(given)
 
 
+@pytest.mark.first(10)
 @pytest.mark.parametrize("result", ["", "\ud800 \ufdd0 \ufdd2", "\0\r\n", "<think> </think> <tool_call>", "x" * 20_000])
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4_v5", "glm4moe", "llama3_2", "lfm2_v2", "mistral_v3"])
 def test_any_result_has_a_reply(name: str, result: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
@@ -265,11 +272,8 @@ def test_several_calls_where_the_template_takes_one(tokenizer_of: Callable[..., 
     assert turns.read(tokenizer.encode("Hi <|eot_id|>")) == ("Hi", [])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", REFUSED)
 def test_templates_that_cannot_call_tools_are_refused(name: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
-    if reason := refusal(name):
-        with pytest.raises(ValueError, match=f"^the chat template {reason}") as error:
-            ToolTurns(tokenizer_of(name), TOOLS)
-        assert "\n" not in str(error.value)
-    else:
-        turns_of(tokenizer_of(name))
+    with pytest.raises(ValueError, match=f"^the chat template {refusal(name)}") as error:
+        ToolTurns(tokenizer_of(name), TOOLS)
+    assert "\n" not in str(error.value)
