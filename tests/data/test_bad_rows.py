@@ -58,9 +58,7 @@ def test_what_was_left_out_is_told_at_the_end(config: Config, chat_tokenizer):
 def test_bad_rows_are_capped(config: Config, chat_tokenizer, monkeypatch):
     monkeypatch.setattr("lean_ft.data.documents.ROWS_AT_A_TIME", 20)
     rows = [GOOD] * 50 + [{"text": "no"}] * 3
-    with pytest.raises(
-        ValueError, match=r"more than data.max_bad_rows=2 rows cannot be read[\s\S]*line 51: no field"
-    ):
+    with pytest.raises(ValueError, match=r"more than data.max_bad_rows=2 rows cannot be read[\s\S]*line 51: no field"):
         prepare(config(rows, on_bad_row="skip", max_bad_rows=2), chat_tokenizer)
     assert prepare(config(rows, on_bad_row="skip", max_bad_rows=3), chat_tokenizer)[1].kept == 50
     # The limit applies to all parts together, not to each part.

@@ -31,7 +31,13 @@ LAYOUTS = [{"packing": p} for p in ("none", "bfd", "bfd_split", "wrapped", "padd
 LAYOUTS += [{"packing": "none", "truncation_side": "left"}, {"packing": "none", "num_processes": 2}]
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if kind == "sft" or layout["packing"] not in UNCUT]
 # Each kind and each layout once.
-SHORT = [("sft", LAYOUTS[1]), ("sft", LAYOUTS[3]), ("pairs", LAYOUTS[5]), ("shared", LAYOUTS[4]), ("unpaired", LAYOUTS[0])]
+SHORT = [
+    ("sft", LAYOUTS[1]),
+    ("sft", LAYOUTS[3]),
+    ("pairs", LAYOUTS[5]),
+    ("shared", LAYOUTS[4]),
+    ("unpaired", LAYOUTS[0]),
+]
 
 
 @pytest.fixture

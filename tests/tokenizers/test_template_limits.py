@@ -99,7 +99,13 @@ LONG_TIMES = {
     "maps of maps": "{{ range(99999) | map('string') | map('center', 900) | map('upper') | list | length }}",
 }
 # These take long until they are stopped, for a reason that others share.
-SLOW = {"a macro that calls itself twice", "join of a loop's turns", "divisions", "tests", "written lists that are kept"}
+SLOW = {
+    "a macro that calls itself twice",
+    "join of a loop's turns",
+    "divisions",
+    "tests",
+    "written lists that are kept",
+}
 SLOW |= {"a loop that passes over all", "nested loops", "nested dicts", "arguments of a macro", "maps of maps"}
 ESCAPES = {
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
