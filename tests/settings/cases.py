@@ -3,7 +3,9 @@
 IN is the folder of files that `tests/settings/test_effects.py` writes.
 """
 
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -395,3 +397,37 @@ SHORT = {
 }
 # Refusals after seconds of work.
 LATE = set()
+
+
+def _files_of(recipe: str, settings: str) -> str:
+    """Return the settings with files in the recipe's row format."""
+    kind = FILES_OF[recipe]
+    settings = re.sub(r"IN/(held_out|bad|photos)\.jsonl", rf"IN/\1_{kind}.jsonl", settings)
+    return settings.replace("IN/rows.jsonl", f"IN/{kind}.jsonl").replace("IN/others.jsonl", f"IN/other_{kind}.jsonl")
+
+
+def case_of(recipe: str, key: str) -> Case:
+    """Return the case in the tables, or a case with a value for the setting's type."""
+    case, refused = _own_case(recipe, settings_of(recipe)[key]), REASONS.get(f"{recipe} {key}")
+    return replace(case, refused=refused) if refused else case
+
+
+def _own_case(recipe: str, setting: Setting) -> Case:
+    case = CASES.get(setting.key)
+    if recipe in FILES_OF and case and "data." in f"{setting.key} {case.companions}":
+        case = replace(case, value=_files_of(recipe, case.value), companions=_files_of(recipe, case.companions))
+    if case := OF_RECIPE.get(f"{recipe} {setting.key}") or case:
+        return case
+    companions = "lora.rank=4" if setting.key.startswith("lora.") else ""
+    if "true or false" in setting.type:
+        return Case(json.dumps(setting.default is not True), companions)
+    if " | " in setting.type:
+        choices = setting.type.split(" or ")[0].split(" | ")
+        return Case(next(choice for choice in choices if choice != setting.default), companions)
+    number = setting.default or 0
+    if "whole number" in setting.type:
+        return Case(str(number + 1), companions)
+    if "each number" in setting.type:
+        return Case(str([number_ / 2 for number_ in number]), companions)
+    assert "number" in setting.type, f"no value for {setting.key}: add it to CASES"
+    return Case(str(number / 2 or 0.5), companions)

@@ -14,7 +14,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,13 @@ from lean_ft.generation import texts
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.plan.devices import CPU, Machines, find_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings.describing import Setting
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.tools import Call, Turn
 from lean_ft.training import answers
 from tests.parallel.processes import SHARDS_PARTS
 from tests.recipes.test_chat import TEMPLATE
-from tests.settings.cases import BASE, CASES, FILES_OF, LATE, OF_RECIPE, REASONS, SHORT, Case, load_recipe, settings_of
+from tests.settings.cases import BASE, CASES, LATE, OF_RECIPE, REASONS, SHORT, Case, case_of, load_recipe, settings_of
 from tests.training.image_runs import model_folder, write_rows
 
 REWARDS = """
@@ -153,40 +151,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     yield
     observed.cache_clear()
-
-
-def _files_of(recipe: str, settings: str) -> str:
-    """Return the settings with files in the recipe's row format."""
-    kind = FILES_OF[recipe]
-    settings = re.sub(r"IN/(held_out|bad|photos)\.jsonl", rf"IN/\1_{kind}.jsonl", settings)
-    return settings.replace("IN/rows.jsonl", f"IN/{kind}.jsonl").replace("IN/others.jsonl", f"IN/other_{kind}.jsonl")
-
-
-def case_of(recipe: str, key: str) -> Case:
-    """Return the case in the tables, or a case with a value for the setting's type."""
-    case, refused = _own_case(recipe, settings_of(recipe)[key]), REASONS.get(f"{recipe} {key}")
-    return replace(case, refused=refused) if refused else case
-
-
-def _own_case(recipe: str, setting: Setting) -> Case:
-    case = CASES.get(setting.key)
-    if recipe in FILES_OF and case and "data." in f"{setting.key} {case.companions}":
-        case = replace(case, value=_files_of(recipe, case.value), companions=_files_of(recipe, case.companions))
-    if case := OF_RECIPE.get(f"{recipe} {setting.key}") or case:
-        return case
-    companions = "lora.rank=4" if setting.key.startswith("lora.") else ""
-    if "true or false" in setting.type:
-        return Case(json.dumps(setting.default is not True), companions)
-    if " | " in setting.type:
-        choices = setting.type.split(" or ")[0].split(" | ")
-        return Case(next(choice for choice in choices if choice != setting.default), companions)
-    number = setting.default or 0
-    if "whole number" in setting.type:
-        return Case(str(number + 1), companions)
-    if "each number" in setting.type:
-        return Case(str([number_ / 2 for number_ in number]), companions)
-    assert "number" in setting.type, f"no value for {setting.key}: add it to CASES"
-    return Case(str(number / 2 or 0.5), companions)
 
 
 @cache
