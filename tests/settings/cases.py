@@ -395,8 +395,11 @@ SHORT = {
     "chat": "system",
     "evaluate": "limit loss",
 }
-# Refusals after seconds of work.
-LATE = set()
+# Refusals that a run reaches late; they are long.
+LATE = {
+    *("finetune data.on_bad_row", "finetune data.max_bad_rows", "finetune data.overflow", "evaluate data.format"),
+    *("reward eval_tasks", "classify eval_tasks", "distill model.new_tokens", "evaluate model.images"),
+}
 
 
 def _files_of(recipe: str, settings: str) -> str:
