@@ -127,7 +127,7 @@ def serve(model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         server.shutdown()
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("name", "spelled"), [*((name, False) for name in NAMES), ("qwen2_5", True)])
 def test_calls_are_returned_whole_and_streamed_and_can_be_sent_back(
     serve: Callable[..., Served], name: str, spelled: bool
@@ -170,7 +170,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "qwen3_5_nothink"])
 @pytest.mark.parametrize("spelled", [False, True])
 def test_what_is_no_call_is_text(serve: Callable[..., Served], name: str, spelled: bool) -> None:
@@ -195,7 +195,7 @@ def test_text_in_front_of_a_call_is_streamed_at_once(serve: Callable[..., Served
     assert len([delta for delta in deltas if delta.content]) > 5
 
 
-@pytest.mark.first(2)
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "gptoss", "glm4moe"])
 def test_a_choice_of_tools_is_kept(serve: Callable[..., Served], name: str) -> None:
     served = serve(name)

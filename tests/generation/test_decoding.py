@@ -31,6 +31,7 @@ def test_empty_prompts_are_refused_and_no_prompts_or_tokens_give_nothing(make_ch
         sample(model, [[1], []], Sampling(1))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("case", "places"), [("llama", (6, 2)), ("deepseek_v3", (0, 4))])
 def test_rows_end_with_the_first_of_several_stop_ids_and_leave_the_batch(make_checkpoint, case, places):
     model = load_model(make_checkpoint(case)[0])
@@ -193,6 +194,7 @@ def test_sinks_windows_and_caps_hold_with_a_cache(make_checkpoint, window, softc
     assert (model(ids) - expected).abs().max() > 1e-2
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["plain", "window", "lora", "dora", "int8"])
 def test_new_tokens_attend_to_latents_as_they_lie_in_the_cache(make_checkpoint, kind):

@@ -59,6 +59,7 @@ def test_completions_are_those_of_the_library(client: openai.OpenAI, opened: tup
         assert answered.usage.prompt_tokens > tokens
 
 
+@pytest.mark.long
 def test_other_forms_of_an_image_equal_openais(client: openai.OpenAI):
     url = data_url(picture("qwen3_vl", 0))
     encoded = url.partition(",")[2]

@@ -90,7 +90,7 @@ def test_a_model_that_knows_its_answers_stops_after_them(name: str, tmp_path: Pa
             assert json.load(reply)["content"].strip() == answer
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("generation", "top", "text"),
     [

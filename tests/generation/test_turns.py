@@ -170,6 +170,7 @@ def test_a_row_goes_on_after_a_longer_row_has_filled_the_cache(make_checkpoint: 
     assert found[1].ids == second + other + greedy([*short, *second, *other], 7)
 
 
+@pytest.mark.long
 def test_recorded_experts_are_those_of_all_turns(make_checkpoint: Any) -> None:
     model = load_model(make_checkpoint("gpt_oss")[0]).double()
     sampling, places = Sampling(LIMIT, 1.3, seed=2, stop_ids=STOPS), [*range(len(PROMPTS))]

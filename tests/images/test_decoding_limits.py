@@ -118,6 +118,7 @@ def test_images_that_people_have_are_read(rules: ImageRules):
             assert size_of(image) == image.size
 
 
+@pytest.mark.long
 def test_a_jpeg_beyond_the_limits_is_read_at_a_lower_size(rules: ImageRules):
     full = saved(Image.linear_gradient("L").resize((8200, 8200)), "JPEG")
     with open_image(reference(full, Path()), rules) as image:

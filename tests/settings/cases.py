@@ -386,12 +386,9 @@ REFUSED = {
 REASONS = {f"{r} {s}": why for why, (rs, ss) in REFUSED.items() for r in rs.split() for s in ss.split()}
 # Runs by default, one of each kind of setting; the runs of other settings are long. Refusals are default.
 SHORT = {
-    "finetune": "model.dtype seed freeze data.shuffle data.packing data.train_on optimizer.name optimizer.betas "
-    "schedule.warmup_steps loss.label_smoothing lora.dropout memory.tile_mlp eval_every log.to",
-    "dpo": "loss.beta",
-    "grpo": "generation.temperature",
-    "quantize": "kind",
-    "generate": "temperature top_k top_p stop max_new_tokens chat chat_template_kwargs output",
+    "finetune": "model.dtype seed freeze data.shuffle data.packing optimizer.name schedule.warmup_steps "
+    "loss.label_smoothing lora.dropout eval_every",
+    "generate": "temperature top_k top_p stop max_new_tokens chat output",
     "chat": "system",
     "evaluate": "limit loss",
 }

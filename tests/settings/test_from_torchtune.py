@@ -324,6 +324,7 @@ WRONG = {
 }
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_values_get_a_message_that_names_the_file(text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -344,6 +345,7 @@ def test_wrong_values_get_a_message_that_names_the_file(text, tmp_path, capsys, 
 LINES = ["\n", "\r", "\x85", "\u2028", "\u2029", "\x0b", "\x0c", "\0", "\ud7ff", "\ufeff"]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("line", LINES)
 def test_a_strangers_text_adds_no_setting(line, tmp_path):
     """Wherever the text stands: as a key, a value, a component, a path or the name of the file."""

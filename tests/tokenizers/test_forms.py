@@ -144,7 +144,7 @@ def checked(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: An
     return True
 
 
-@pytest.mark.parametrize("number", [12, pytest.param(NUM_TEMPLATES, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [8, pytest.param(NUM_TEMPLATES, marks=pytest.mark.long)])
 def test_no_text_of_a_chat_is_lost_over_random_templates(tokenizer_of: Callable[[str], Tokenizer], number: int):
     num_whole = 0
     for seed in range(number):

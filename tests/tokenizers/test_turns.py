@@ -218,7 +218,7 @@ def tokenizer_of(byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> C
     return make
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(NUM_TEMPLATES, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [20, pytest.param(NUM_TEMPLATES, marks=pytest.mark.long)])
 def test_exactly_the_assistants_turns_are_trained(tokenizer_of: Callable[[str], Tokenizer], number: int):
     num_refused = 0
     for seed in range(number):

@@ -211,6 +211,7 @@ def test_prompt_turn_and_reply_are_what_the_template_writes(
     assert [one for one in given if one in ends] == [one for one in plain if one in ends]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("words", ["first", "always"])
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "glm4moe", "gptoss", "mistral_v3"])
 def test_a_reply_has_the_tokens_of_the_whole_chat(
