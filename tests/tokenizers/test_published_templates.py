@@ -202,7 +202,7 @@ CONVERSATIONS = {
 
 @pytest.mark.first(len(CONVERSATIONS))
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("name", [*NAMES, "gptoss", "nemotron_3_super", "phi3_5", "qwen3_8"])
+@pytest.mark.parametrize("name", ["gptoss", *NAMES, "nemotron_3_super", "phi3_5", "qwen3_8"])
 def test_masks_are_those_of_the_template_with_tags(name: str, conversation: str, folder_of: FolderOf):
     messages = CONVERSATIONS[conversation]
     original = folder_of(name, f"{name}_training")
