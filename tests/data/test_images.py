@@ -697,7 +697,7 @@ def test_the_longest_batch_has_as_many_patches_as_fit(family: Family, kind: Any)
         )
 
 
-@pytest.mark.first
+@pytest.mark.long
 def test_processes_make_the_same_documents(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, found = [row_of(["wide.png"], "a"), row_of(["missing.png"], "a")] * 3, []
     for few in (0, 100):
@@ -863,6 +863,7 @@ _ROWS: dict[Any, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", _ROWS)
 @pytest.mark.parametrize("number", [60, pytest.param(5000, marks=pytest.mark.long)])
 def test_random_rows_are_read_or_refused_with_a_reason(qwen: Family, kind: Any, number: int) -> None:

@@ -59,6 +59,7 @@ def test_what_else_goes_wrong_in_a_process_is_told():
         list(answers(["die", *map(str, range(9))], num_processes=2))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("how", ["to its end", "closed", "an error in the items"])
 def test_the_processes_end_with_the_work(how: str):
     def items():

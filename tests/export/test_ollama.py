@@ -89,7 +89,7 @@ def export(make_model_folder, destination: Path, template: str | None, adds_bos:
 TRL = ["gemma", "gemma3", "llama3", "phi3", "qwen2_5", "qwen3", "qwen3_instruct_2507"]
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", ["llama2", "plain", "ended", "closed", *TRL])
 def test_the_template_writes_the_same_chats(name, make_model_folder, tmp_path, request):
     if name in TRL:

@@ -115,6 +115,7 @@ def test_samples_do_not_depend_on_the_other_rows(case: Case, loaded, model: Deco
         assert drawn(order).items() <= alone.items()
 
 
+@pytest.mark.first
 def test_an_image_is_encoded_once_for_all_completions_of_its_prompt(case: Case, loaded, model: Decoder):
     (drawn,) = draw_all(case, [1])
     grids = []

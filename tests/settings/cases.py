@@ -396,6 +396,7 @@ SHORT = {
 LATE = {
     *("finetune data.on_bad_row", "finetune data.max_bad_rows", "finetune data.overflow", "evaluate data.format"),
     *("reward eval_tasks", "classify eval_tasks", "distill model.new_tokens", "evaluate model.images"),
+    *("evaluate data.train_on", "evaluate data.chat_template", "quantize data.chat_template"),
 }
 
 

@@ -25,7 +25,7 @@ from lean_ft.tokenizers.chat_template import ChatTemplate, with_defaults, withou
 NAMES = ["qwen3", "llama3", "deepseekv3", "gemma", "cohere", "deepseek_r1_distill", "gemma3", "lfm2", "nemotron_3_nano"]
 NAMES += ["phi3", "qwen2_5", "qwen3_5_think", "qwen3_instruct_2507"]
 # By default, some of all templates.
-EVERY = pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
+EVERY = pytest.mark.parametrize("step", [15, pytest.param(1, marks=pytest.mark.long)])
 TOKENS = re.compile(r"<[|｜][^<>\s'\"+]{1,40}[|｜]>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>|</?think>|</?tool_call>")
 CHAT = [
     {"role": "user", "content": "What is   1 + 1?\n"},

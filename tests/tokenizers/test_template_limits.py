@@ -107,6 +107,7 @@ SLOW = {
     "written lists that are kept",
 }
 SLOW |= {"a loop that passes over all", "nested loops", "nested dicts", "arguments of a macro", "maps of maps"}
+SLOW |= {"sum of lists", "nested lists", "nested tuples", "reversed"}
 ESCAPES = {
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals": "{{ raise_exception.__globals__ }}",
