@@ -77,6 +77,7 @@ def test_an_adapters_peak_is_the_planners(tmp_path):
     assert rehearse(recipe, cfg, card).reserved_bytes == pytest.approx(ROWS[name]["reserved_bytes"], rel=0.02)
 
 
+@pytest.mark.first(20)
 @pytest.mark.parametrize("name", [*PRESETS, "tiny/full", "tiny/lora"])
 def test_a_preset_states_nothing_that_goes_without_saying(name):
     recipe, file = recipe_name(name), catalog.find_preset(name)
@@ -97,7 +98,7 @@ def test_a_preset_states_nothing_that_goes_without_saying(name):
     assert len(text.splitlines()) <= 20
 
 
-@pytest.mark.first(3)
+@pytest.mark.first
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_validates_without_a_network(name, hub_server):
     from typer.testing import CliRunner

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import random
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,22 +84,30 @@ class Family(NamedTuple):
         return self.theirs(first, add_special_tokens=False)["input_ids"]
 
 
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    @cache
+    def made(name: str) -> Family:
+        folder = tmp_path_factory.mktemp(name)
+        theirs = make_folder(folder / "model", name)
+        draw = np.random.default_rng(0)
+        for picture, (width, height) in SIZES.items():
+            Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / picture)
+        tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model"), images="frozen"))
+        return Family(name, tokenizer, theirs, folder)
+
+    return made
+
+
 @pytest.fixture(scope="module", params=WRITTEN)
-def family(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    folder = tmp_path_factory.mktemp(request.param)
-    theirs = make_folder(folder / "model", request.param)
-    draw = np.random.default_rng(0)
-    for name, (width, height) in SIZES.items():
-        Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(folder / name)
-    tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model"), images="frozen"))
-    return Family(request.param, tokenizer, theirs, folder)
+def family(request: pytest.FixtureRequest, family_of: Callable[[str], Family]) -> Family:
+    return family_of(request.param)
 
 
-@pytest.fixture
-def qwen(family: Family) -> Family:
-    if family.name != "qwen3_vl":
-        pytest.skip("one family is enough")
-    return family
+@pytest.fixture(scope="module")
+def qwen(family_of: Callable[[str], Family]) -> Family:
+    """For tests that need one family."""
+    return family_of("qwen3_vl")
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
@@ -637,7 +647,7 @@ def many_rows(number: int) -> list[dict[str, Any]]:
     return [row_of(draw.choices([*SIZES], k=draw.randrange(4)), "a" * draw.randrange(300)) for _ in range(number)]
 
 
-@pytest.mark.first
+@pytest.mark.first(2)
 @pytest.mark.parametrize("packing", ["none", "bfd", "padding_free"])
 def test_the_first_two_batches_have_the_most_tokens_and_the_most_patches(qwen: Family, packing: Any) -> None:
     config = SFTDataConfig(

@@ -116,6 +116,7 @@ class TestAFunctionOfOnesOwn:
         problem = next(read_rows(config.source, config=config)).problem
         assert problem is not None and "copies.py:g returned what cannot be copied (TypeError: cannot pickle" in problem
 
+    @pytest.mark.first
     @pytest.mark.parametrize("num_processes", [1, 2])
     def test_its_rows_are_those_of_a_file_that_has_them(
         self, num_processes: int, settings: Any, write: Any, chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

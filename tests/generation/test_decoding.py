@@ -175,6 +175,7 @@ def test_a_cache_goes_on_from_any_point(make_checkpoint):
         model(ids, lengths=torch.tensor([30, 12]))
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -194,7 +195,7 @@ def test_sinks_windows_and_caps_hold_with_a_cache(make_checkpoint, window, softc
     assert (model(ids) - expected).abs().max() > 1e-2
 
 
-@pytest.mark.first(2)
+@pytest.mark.first
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["plain", "window", "lora", "dora", "int8"])
 def test_new_tokens_attend_to_latents_as_they_lie_in_the_cache(make_checkpoint, kind):

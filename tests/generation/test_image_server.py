@@ -111,6 +111,7 @@ def test_other_images_are_refused(client: openai.OpenAI, url: Any, reason: str):
         answer(client, asking(url))
 
 
+@pytest.mark.long
 def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="20000 x 10000 pixels; expected between 1 and"):
         answer(client, asking(big()))

@@ -98,7 +98,7 @@ def test_turns_after_images_are_those_of_whole_texts(case: Case, loaded, model: 
     assert [one.ids for one in found] == expected and any(False in one.sampled for one in found)
 
 
-@pytest.mark.first
+@pytest.mark.long
 def test_samples_do_not_depend_on_the_other_rows(case: Case, loaded, model: Decoder):
     prompts = [as_prompt(one, loaded[1]) for one in draw_all(case, [1, 0, 2, 1], seed=5)]
     asked = [i for i in range(len(prompts)) for _ in range(2)]

@@ -189,14 +189,14 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI, model: Dec
 def test_requests_sent_in_part_delay_nobody_and_are_ended(model: Decoder, monkeypatch) -> None:
     monkeypatch.setattr("lean_ft.generation.connections.HEAD_SECONDS", 3)
     monkeypatch.setattr("lean_ft.generation.server.BODY_SECONDS", 3)
-    monkeypatch.setattr("lean_ft.generation.connections.MOST_CONNECTIONS", 320)
+    monkeypatch.setattr("lean_ft.generation.connections.MOST_CONNECTIONS", 120)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: bearer %b\r\n" % TOKEN.encode()
     body = b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n\r\n" % TOKEN.encode()
     with ChatServer(model, load_tokenizer("tiny"), "mine", token=TOKEN) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for before, sent in ((b"", b""), (b"", head), (b"", head + body), (whole, head)):
-            held = [socket.create_connection(server.address) for _ in range(300)]
+            held = [socket.create_connection(server.address) for _ in range(100)]
             for one in held:
                 one.sendall(before)
                 assert not before or one.recv(4096)
@@ -211,7 +211,7 @@ def test_requests_sent_in_part_delay_nobody_and_are_ended(model: Decoder, monkey
                     while one.recv(4096):
                         pass
                 one.close()
-        more = [socket.create_connection(server.address) for _ in range(400)]
+        more = [socket.create_connection(server.address) for _ in range(200)]
         assert openai.OpenAI(base_url=server.url, api_key=TOKEN, max_retries=0).models.retrieve("mine").id == "mine"
         for one in more:
             one.close()

@@ -106,6 +106,7 @@ def test_sides_that_grow_when_they_are_resized_are_refused(rules: ImageRules):
         open_image(found, rules=replace(rules, cut=partial(always, target=Size(1024, 1024))))
 
 
+@pytest.mark.long
 def test_images_that_people_have_are_read(rules: ImageRules):
     large = [
         saved(solid(3500), "WEBP", lossless=True, method=0),

@@ -387,10 +387,10 @@ REASONS = {f"{r} {s}": why for why, (rs, ss) in REFUSED.items() for r in rs.spli
 # Runs by default, one of each kind of setting; the runs of other settings are long. Refusals are default.
 SHORT = {
     "finetune": "model.dtype seed freeze data.shuffle data.packing optimizer.name schedule.warmup_steps "
-    "loss.label_smoothing lora.dropout eval_every",
+    "loss.label_smoothing lora.dropout",
     "generate": "temperature top_k top_p stop max_new_tokens chat output",
     "chat": "system",
-    "evaluate": "limit loss",
+    "evaluate": "loss",
 }
 # Refusals that a run reaches late; they are long.
 LATE = {

@@ -448,6 +448,7 @@ TOGETHER: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.first(30)
 @pytest.mark.parametrize(
     ("tool", "theirs", "ours", "said"), TOGETHER, ids=[f"{one[0]}: {one[1][:60]}" for one in TOGETHER]
 )

@@ -252,7 +252,7 @@ def presets_of(text: str, folder: Path) -> tuple[dict[str, Any], str]:
     return converted("\n".join([updated, *comments]), folder)
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_configuration_becomes_a_preset(name, tmp_path):
     text, changes, said = CASES[name]

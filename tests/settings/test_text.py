@@ -353,7 +353,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20) | st
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     path=TEXT,
     source=TEXT | st.lists(TEXT, max_size=3),

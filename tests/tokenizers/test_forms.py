@@ -1,20 +1,16 @@
 """Each text of a chat is found in the text that a chat template writes, or the chat is refused: over templates and chats."""
 
-import importlib.util
 import json
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as HFTokenizer
 
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers import Tokenizer
 
 NUM_TEMPLATES = 500
-CONTROL = ["<|a|>", "<|b|>"]
+CONTROL = ("<|a|>", "<|b|>")
 SCHEMA = {"type": "object", "properties": {"p": {"type": "string", "description": "A word."}}}
 
 
@@ -112,17 +108,9 @@ def missing(messages: list[dict[str, Any]], text: str) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def tokenizer_of(byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> Callable[[str], Tokenizer]:
-    tokenizer = HFTokenizer.from_str(byte_level.to_str())
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
-    folder = make_folder(tokenizer, bos_token="<|a|>", eos_token="<|b|>")
-
-    def make(template: str) -> Tokenizer:
-        (folder / "chat_template.jinja").write_text(template)
-        return load_tokenizer(folder)
-
-    return make
+@pytest.fixture
+def tokenizer_of(with_template: Callable[..., Tokenizer]) -> Callable[[str], Tokenizer]:
+    return lambda template: with_template(template, CONTROL)
 
 
 def checked(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any) -> bool:
@@ -156,16 +144,14 @@ def test_no_text_of_a_chat_is_lost_over_random_templates(tokenizer_of: Callable[
 
 
 @pytest.mark.long
-def test_no_text_of_a_chat_is_lost_over_published_templates(tokenizer_of: Callable[[str], Tokenizer]):
-    spec = importlib.util.find_spec("trl")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs TRL, which ships published chat templates")
-    files = sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
-    assert len(files) > 20
-    for number, file in enumerate(files):
-        tokenizer, draw = tokenizer_of(file.read_text(encoding="utf-8")), random.Random(number)
+def test_no_text_of_a_chat_is_lost_over_published_templates(
+    tokenizer_of: Callable[[str], Tokenizer], published: dict[str, str]
+):
+    assert len(published) > 20
+    for number, (name, template) in enumerate(published.items()):
+        tokenizer, draw = tokenizer_of(template), random.Random(number)
         checked_chats = [checked(tokenizer, random_chat(draw)) for _ in range(12)]
-        assert any(checked_chats) or "alternate" in file.read_text(), file.name
+        assert any(checked_chats) or "alternate" in template, name
 
 
 ALL_BUT = (

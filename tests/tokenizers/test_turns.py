@@ -7,21 +7,16 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as HFTokenizer
 
-from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
+from lean_ft.tokenizers import Passage, Tokenizer
 
 NUM_TEMPLATES = 600
-CONTROL = [
-    *("<bos>", "<eos>", "<|sep|>", "<|stop|>", "<|user|>", "<|assistant|>"),
-    *("<|system|>", "<|tool|>", "[INST]", "[/INST]"),
-]
+CONTROL = ("<bos>", "<eos>", "<|sep|>", "<|stop|>", "<|user|>", "<|assistant|>")
+CONTROL += ("<|system|>", "<|tool|>", "[INST]", "[/INST]")
 ROLES = ("system", "user", "assistant", "tool")
 HEADERS = {
     "tokens": {role: f"<|{role}|>" for role in ROLES},
@@ -205,17 +200,9 @@ def solid(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [(character, trained) for text, trained in pieces for character in text if not character.isspace()]
 
 
-@pytest.fixture(scope="module")
-def tokenizer_of(byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> Callable[[str], Tokenizer]:
-    tokenizer = HFTokenizer.from_str(byte_level.to_str())
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
-    folder = make_folder(tokenizer, bos_token="<bos>", eos_token="<eos>")
-
-    def make(template: str) -> Tokenizer:
-        (folder / "chat_template.jinja").write_text(template)
-        return load_tokenizer(folder)
-
-    return make
+@pytest.fixture
+def tokenizer_of(with_template: Callable[..., Tokenizer]) -> Callable[[str], Tokenizer]:
+    return lambda template: with_template(template, CONTROL)
 
 
 @pytest.mark.parametrize("number", [20, pytest.param(NUM_TEMPLATES, marks=pytest.mark.long)])
