@@ -52,7 +52,7 @@ def recipe_name(preset: str) -> str:
     return name
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_comment_is_what_the_shape_and_the_allocator_give(name):
     file, row = catalog.find_preset(name), ROWS[name]

@@ -70,7 +70,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.first(2)
+@pytest.mark.first
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_small_file_does_not_become_large(case: str, tmp_path: Path):
     settings: dict[str, Any] = {"compression": "zstd", "row_group_size": 1 if "group" in case else 100_000}

@@ -648,7 +648,7 @@ def many_rows(number: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.first(2)
-@pytest.mark.parametrize("packing", ["none", "bfd", "padding_free"])
+@pytest.mark.parametrize("packing", ["bfd", "none", "padding_free"])
 def test_the_first_two_batches_have_the_most_tokens_and_the_most_patches(qwen: Family, packing: Any) -> None:
     config = SFTDataConfig(
         source=qwen.write(*many_rows(40)), packing=packing, max_length=600, cache_dir=qwen.pictures / "cache"

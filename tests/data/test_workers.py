@@ -59,7 +59,7 @@ def test_what_else_goes_wrong_in_a_process_is_told():
         list(answers(["die", *map(str, range(9))], num_processes=2))
 
 
-@pytest.mark.first(2)
+@pytest.mark.first
 @pytest.mark.parametrize("how", ["to its end", "closed", "an error in the items"])
 def test_the_processes_end_with_the_work(how: str):
     def items():
@@ -111,7 +111,8 @@ def test_a_script_is_not_run_again_and_what_is_printed_goes_to_stderr(tmp_path: 
     assert "lean_ft.data.workers" in out.split() and "torch" not in out.split()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.first
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_ends_with_its_parent(tmp_path: Path, number: signal.Signals):
     process = started(tmp_path, "sleep")
     assert process.stdout is not None

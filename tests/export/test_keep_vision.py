@@ -20,7 +20,7 @@ KINDS = ("Gemma3", "Mistral3", "Qwen3_5", "Gemma4", "Llama4")
 IDS = torch.arange(3, 43).view(2, 20)
 
 
-@pytest.mark.first
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_a_folder_that_is_loaded_and_saved_whole_is_the_same(name, tmp_path):
     whole_model(name).save_pretrained(tmp_path / "new")

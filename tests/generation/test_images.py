@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, loaded, model: Deco
     assert [token for (token,) in steps if token is not None] == expected[0]
 
 
-@pytest.mark.first
+@pytest.mark.long
 def test_turns_after_images_are_those_of_whole_texts(case: Case, loaded, model: Decoder):
     prompts = [as_prompt(one, loaded[1]) for one in draw_all(case, [2, 0, 1, 1], seed=3)]
     given, stops, expected = [7, 3, 9, 4, 11], frozenset(range(0, 2 * IMAGE, 3)), []

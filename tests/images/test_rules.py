@@ -131,7 +131,7 @@ def test_sizes_of_published_models_equal_those_of_transformers():
             assert cut.sizes == (whole,)
 
 
-@pytest.mark.first
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma4", "smolvlm"])
 def test_absent_settings_have_the_processors_defaults(tmp_path, family):
     rules = image_rules(write_folder(tmp_path, family, settings={}))

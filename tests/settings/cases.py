@@ -386,15 +386,19 @@ REFUSED = {
 REASONS = {f"{r} {s}": why for why, (rs, ss) in REFUSED.items() for r in rs.split() for s in ss.split()}
 # Runs by default, one of each kind of setting; the runs of other settings are long. Refusals are default.
 SHORT = {
-    "finetune": "model.dtype seed freeze data.shuffle data.packing optimizer.name schedule.warmup_steps "
-    "loss.label_smoothing lora.dropout",
+    "finetune": "freeze seed data.packing optimizer.name schedule.warmup_steps loss.label_smoothing lora.dropout",
     "generate": "temperature top_k top_p stop max_new_tokens chat output",
-    "chat": "system",
     "evaluate": "loss",
 }
 # Refusals that a run reaches late; they are long.
 LATE = {
-    *("finetune data.on_bad_row", "finetune data.max_bad_rows", "finetune data.overflow", "evaluate data.format"),
+    *(
+        "finetune max_bad_steps",
+        "finetune data.on_bad_row",
+        "finetune data.max_bad_rows",
+        "finetune data.overflow",
+        "evaluate data.format",
+    ),
     *("reward eval_tasks", "classify eval_tasks", "distill model.new_tokens", "evaluate model.images"),
     *("evaluate data.train_on", "evaluate data.chat_template", "quantize data.chat_template"),
 }
