@@ -247,7 +247,7 @@ ITEMS = [
 ]
 
 
-@pytest.mark.first
+@pytest.mark.long
 @pytest.mark.parametrize(("key", "before", "after"), ITEMS)
 def test_a_field_of_a_lists_item_has_an_effect_or_is_refused(key: str, before: str, after: str) -> None:
     recipe = "grpo" if key == "rewards" else "finetune"
@@ -270,7 +270,7 @@ def walk() -> Iterator[Any]:
             seen.add(key)
 
 
-@pytest.mark.first
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", BASE)
 def test_a_second_run_with_the_same_settings_looks_the_same(recipe: str) -> None:
     case = CASES["profile_steps"] if "profile" in settings_of(recipe) else Case("")
