@@ -16,9 +16,9 @@ from lean_ft.hub import download as hub
 from lean_ft.hub.paths import planned_model_path
 from lean_ft.plan.devices import find_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings.describing import describe
 from lean_ft.settings.text import load_config, preset_recipe, preset_values
 from lean_ft.system import catalog
+from tests.settings.cases import load_recipe, settings_of
 
 GIB = 2**30
 SPARE_BYTES = 0.75 * GIB  # of the GPU memory, for the driver's context and other programs
@@ -52,35 +52,37 @@ def recipe_name(preset: str) -> str:
     return name
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_comment_is_what_the_shape_and_the_allocator_give(name):
     file, row = catalog.find_preset(name), ROWS[name]
-    cfg = load_config(catalog.load_recipe(catalog.find_recipe(recipe_name(name))).Config, file)
+    values = preset_values(file)
     assert comment(name) in file.read_text()
     assert row["reserved_bytes"] + SPARE_BYTES <= row["memory_bytes"], "too little GPU memory is left"
     # The measured settings are the preset's current settings, except for the model and the data.
     measured = {name: value for name, value in row["values"].items() if name != "output_dir"}
-    assert measured == preset_values(file), "run benchmarks/pretended_ladder.py --tables presets --again"
-    assert hub.parse_name(cfg.model.path) is not None
-    assert "output_dir" not in cfg.model_fields_set  # so that a second run takes a name of its own
+    assert measured == values, "run benchmarks/pretended_ladder.py --tables presets --again"
+    assert hub.parse_name(values["model.path"]) is not None
+    assert "output_dir" not in values  # so that a second run takes a name of its own
 
 
 @pytest.mark.long
 def test_an_adapters_peak_is_the_planners(tmp_path):
     """For one Llama; docs/memory.md compares all presets."""
     name = "llama3_1_8b/qlora"
-    recipe = catalog.load_recipe(catalog.find_recipe(recipe_name(name)))
+    recipe = load_recipe(recipe_name(name))
     folder = write_model_folder("llama3_1_8b", tmp_path / "model")
     cfg = load_config(recipe.Config, catalog.find_preset(name), [f"model.path={folder}", f"output_dir={tmp_path}/run"])
     card = replace(find_device("RTX 4090"), memory_bytes=ROWS[name]["memory_bytes"])
     assert rehearse(recipe, cfg, card).reserved_bytes == pytest.approx(ROWS[name]["reserved_bytes"], rel=0.02)
 
 
+@pytest.mark.first(20)
 @pytest.mark.parametrize("name", [*PRESETS, "tiny/full", "tiny/lora"])
 def test_a_preset_states_nothing_that_goes_without_saying(name):
-    recipe, file = catalog.load_recipe(catalog.find_recipe(recipe_name(name))), catalog.find_preset(name)
-    cfg = load_config(recipe.Config, file).model_dump(mode="json")
-    defaults = {setting.key: setting for setting in describe(recipe.Config)}
+    recipe, file = recipe_name(name), catalog.find_preset(name)
+    cfg = load_config(load_recipe(recipe).Config, file).model_dump(mode="json")
+    defaults = settings_of(recipe)
     for key in preset_values(file):
         if key not in defaults:  # a group without settings, which turns the group on
             assert preset_values(file)[key] == "{}"
@@ -96,6 +98,7 @@ def test_a_preset_states_nothing_that_goes_without_saying(name):
     assert len(text.splitlines()) <= 20
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_validates_without_a_network(name, hub_server):
     from typer.testing import CliRunner
@@ -108,6 +111,7 @@ def test_a_preset_validates_without_a_network(name, hub_server):
     assert hub_server.requests == []
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_planned_from_the_config_json_next_to_it_until_the_model_is_here(
     name, hub_server, monkeypatch, tmp_path
@@ -121,6 +125,7 @@ def test_a_preset_is_planned_from_the_config_json_next_to_it_until_the_model_is_
     assert planned_model_path(path) == tmp_path
 
 
+@pytest.mark.long
 def test_a_plan_needs_no_network(hub_server):
     from typer.testing import CliRunner
 

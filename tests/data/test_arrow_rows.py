@@ -70,6 +70,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_small_file_does_not_become_large(case: str, tmp_path: Path):
     settings: dict[str, Any] = {"compression": "zstd", "row_group_size": 1 if "group" in case else 100_000}
@@ -83,19 +84,20 @@ def test_a_small_file_does_not_become_large(case: str, tmp_path: Path):
     assert len(read) <= 2**26 // len(LONG) and all(num_bytes < 2**26 for num_bytes in read)
 
 
-def test_damaged_metadata_do_not_end_the_process(tmp_path: Path):
+@pytest.mark.parametrize("step", [10, pytest.param(1, marks=pytest.mark.long)])
+def test_damaged_metadata_do_not_end_the_process(tmp_path: Path, step: int):
     """The library's `column` ends the process if the levels that a column counts do not fit its type."""
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"a": ["x"] * 3, "b": ["y", None, "z"]}), path)
     whole, num_refused = path.read_bytes(), 0
-    for place in range(len(whole) - 900, len(whole) - 8):
+    for place in range(len(whole) - 900, len(whole) - 8, step):
         for bit in (1, 2, 4):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
             try:
                 list(read_rows(str(path)))
             except ValueError:
                 num_refused += 1
-    assert num_refused > 1000
+    assert num_refused > 1000 / step
 
 
 def test_a_long_text_among_many_short_ones_is_read(tmp_path: Path):

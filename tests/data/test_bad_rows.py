@@ -55,15 +55,14 @@ def test_what_was_left_out_is_told_at_the_end(config: Config, chat_tokenizer):
     assert report.left_out is None
 
 
-def test_bad_rows_are_capped(config: Config, chat_tokenizer):
-    rows = [GOOD] * 3000 + [{"text": "no"}] * 3
-    with pytest.raises(
-        ValueError, match=r"more than data.max_bad_rows=2 rows cannot be read[\s\S]*line 3001: no field"
-    ):
+def test_bad_rows_are_capped(config: Config, chat_tokenizer, monkeypatch):
+    monkeypatch.setattr("lean_ft.data.documents.ROWS_AT_A_TIME", 20)
+    rows = [GOOD] * 50 + [{"text": "no"}] * 3
+    with pytest.raises(ValueError, match=r"more than data.max_bad_rows=2 rows cannot be read[\s\S]*line 51: no field"):
         prepare(config(rows, on_bad_row="skip", max_bad_rows=2), chat_tokenizer)
-    assert prepare(config(rows, on_bad_row="skip", max_bad_rows=3), chat_tokenizer)[1].kept == 3000
+    assert prepare(config(rows, on_bad_row="skip", max_bad_rows=3), chat_tokenizer)[1].kept == 50
     # The limit applies to all parts together, not to each part.
-    rows = ([GOOD] * 1023 + [{"text": "no"}]) * 3
+    rows = ([GOOD] * 19 + [{"text": "no"}]) * 3
     with pytest.raises(ValueError, match="more than data.max_bad_rows=2"):
         prepare(config(rows, on_bad_row="skip", max_bad_rows=2), chat_tokenizer)
 

@@ -226,6 +226,7 @@ class TestOrder:
         for (ids, labels), (row, targets) in zip(found[0], expected_documents(rows(), plain_tokenizer), strict=True):
             assert (ids[: len(row)], labels[: len(row)]) == (row, targets)
 
+    @pytest.mark.first(6)
     @pytest.mark.parametrize(
         ("layout", "num_rows"),
         [
@@ -328,6 +329,7 @@ def test_the_largest_batch_comes_first_of_all(config: Config, plain_tokenizer, s
     assert not all(largest_is_first), "later epochs come as they are drawn"
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(
     "settings",
     [*({"packing": p} for p in ("none", "bfd", "bfd_split", "wrapped", "padding_free")), {"batch_tokens": 300}],
@@ -353,6 +355,7 @@ def test_rows_that_are_all_full_make_the_longest_batch(kind: Any, settings: dict
     assert (longest.cu_seqlens is None) == (settings.get("packing", "none") == "none" and not sharing)
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize(
     "settings",
     [*({"packing": p} for p in ("none", "bfd", "bfd_split", "wrapped", "padding_free")), {"batch_tokens": 128}],

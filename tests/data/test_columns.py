@@ -26,8 +26,18 @@ from tests.recipes.conftest import TINY, run_recipe
 ROWS = [{"prompt": "p" * (i % 5 + 1), "completion": f"{i}" + "c" * (7 * i % 40)} for i in range(24)]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": f"no {i}"} for i, row in enumerate(ROWS)]
 KINDS = {"sft": ROWS, "pairs": PAIRS, "shared": PAIRS, "unpaired": PAIRS}
+UNCUT = ("bfd_split", "wrapped")  # answers are not cut
 LAYOUTS = [{"packing": p} for p in ("none", "bfd", "bfd_split", "wrapped", "padding_free")]
 LAYOUTS += [{"packing": "none", "truncation_side": "left"}, {"packing": "none", "num_processes": 2}]
+CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if kind == "sft" or layout["packing"] not in UNCUT]
+# Each kind and each layout once.
+SHORT = [
+    ("sft", LAYOUTS[1]),
+    ("sft", LAYOUTS[3]),
+    ("pairs", LAYOUTS[5]),
+    ("shared", LAYOUTS[4]),
+    ("unpaired", LAYOUTS[0]),
+]
 
 
 @pytest.fixture
@@ -63,19 +73,22 @@ def prepared(kind: str, layout: dict[str, Any], write: Any, folder: Path) -> lis
     kinds = {"sft": (SFTDataConfig, sft_batches), "unpaired": (UnpairedDataConfig, unpaired_batches)}
     config_type, prepare = kinds.get(kind, (PreferenceDataConfig, preference_batches))
     source = write(KINDS[kind])
-    config = config_type(source=source, max_length=24, validation_fraction=0.2, cache_dir=folder, chat=False, **layout)
+    layout = {"max_length": 24, "validation_fraction": 0.2, "chat": False, "num_processes": 1} | layout
+    config = config_type(source=source, cache_dir=folder, **layout)
     sharing = {"share_prompts": True} if kind == "shared" else {}
     return list(prepare(config, load_tokenizer("tiny"), 3, 0, **sharing))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(map(str, layout.values())))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.first(len(SHORT))
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    SHORT + [case for case in CASES if case not in SHORT],
+    ids=lambda one: one if isinstance(one, str) else " ".join(map(str, one.values())),
+)
 def test_each_value_stands_beside_its_token(
     tones: list[Tensor], kind: str, layout: dict[str, Any], write: Any, tmp_path: Path
 ) -> None:
     """Through truncation, packing, shared prompts, held-out rows, worker processes and the cache on disk."""
-    if kind != "sft" and layout["packing"] in ("bfd_split", "wrapped"):
-        pytest.skip("answers are not cut")
     found = []
     for _ in range(2):  # the second start reads the cache
         batches, held_out = prepared(kind, layout, write, tmp_path)
@@ -111,6 +124,7 @@ def _places(columns: Columns) -> list[int]:
     return [place for document in columns for place in ((document.per_token["tone"] - 1) // IDS).tolist()]
 
 
+@pytest.mark.long
 def test_other_models_and_other_passes_get_the_column(tones: list[Tensor], write: Any, tmp_path: Path) -> None:
     """A teacher in memory and its cache, references, a quantized model's held-out loss, and batches of KTO."""
 

@@ -29,6 +29,7 @@ def test_documents_are_the_tokenised_rows(config: Config, plain_tokenizer):
     assert report.target_tokens == sum(len(row["completion"]) + 1 - (not row["prompt"]) for row in rows)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_each_source_may_have_its_own_format_and_columns(
     config: Config, plain_tokenizer, write: Callable[..., str], monkeypatch, num_processes: int

@@ -94,6 +94,7 @@ def ids(cases: list[Any]) -> list[str]:
     return [f"{kind.objective}-{format}-{'-'.join(row)}" for kind, format, row in cases]
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize(("kind", "format", "row"), CHATS, ids=ids(CHATS))
 def test_what_a_chat_reads_is_rendered_as_in_transformers(kind, format, row, render, theirs) -> None:
     system, past = {"role": "system", "content": "s"}, [{"role": "user", "content": "p"}, {**A, "content": "r"}]
@@ -156,6 +157,7 @@ NAMED |= {
 NEUTRAL = {"images": [], "functions": "[]", "system_prompt": " ", "id": None}
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize(("kind", "format", "row"), CHATS + TEXTS, ids=ids(CHATS + TEXTS))
 def test_other_fields_are_refused_or_named_once(kind, format, row, render) -> None:
     plain = render(kind, row)

@@ -82,6 +82,7 @@ def test_the_repeated_end_of_cu_seqlens_changes_nothing(source: str, device: str
     assert longest > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("packing", "most"),
     [("bfd", 1), ("bfd_split", 1), ("wrapped", 1), ("padding_free", 2)],  # 2: recompiled once for dynamic row length

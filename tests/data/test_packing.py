@@ -44,7 +44,7 @@ def rooms(lengths: list[int], documents: np.ndarray, offsets: np.ndarray) -> lis
     return left
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(LENGTHS)
 def test_rows_hold_every_document_once(lengths: list[int]):
     packed = rooms(lengths, *pack(np.array(lengths), CAPACITY))
@@ -61,6 +61,7 @@ def test_documents_keep_their_order_among_equals():
     assert documents.tolist() == list(range(10))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("longest", [2048, 131072])
 def test_a_million_documents_take_seconds(longest: int):
     lengths = np.random.default_rng(0).integers(1, longest + 1, size=1_000_000)
@@ -70,7 +71,7 @@ def test_a_million_documents_take_seconds(longest: int):
     assert lengths.sum() / ((len(offsets) - 1) * longest) > 0.998
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 4 * CAPACITY), min_size=1, max_size=40))
 def test_cutting_loses_no_token(lengths: list[int]):
     """Compare with cutting a list of (document, position) tokens."""

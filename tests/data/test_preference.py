@@ -195,6 +195,7 @@ def test_a_pair_that_is_too_long_need_not_be_cut(overflow: str, plain_tokenizer)
 PAIRS = [{"prompt": "p" * (i % 5 + 1), "chosen": f"{i}+" + "c" * (i % 9), "rejected": f"{i}-" + "r" * (i % 7)} for i in range(40)]  # fmt: skip
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     "layout",
     [{}, {"packing": "bfd"}, {"packing": "padding_free"}, {"batch_tokens": 160}, {"num_processes": 2}],
@@ -204,6 +205,7 @@ def test_batches_hold_chosen_and_rejected_in_turn(layout: dict[str, Any], write,
     """With and without shared prompts: of different lengths, empty prompts, and answers of one token."""
     monkeypatch.setattr("lean_ft.data.documents.FEW_ROWS", 0)
     rows = [*PAIRS, *({"prompt": "", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(4))]
+    layout = {"num_processes": 1} | layout
     config = PreferenceDataConfig(source=write(rows), max_length=32, validation_fraction=0.25, **layout)
 
     def expected(row: dict[str, str], side: str) -> Text:

@@ -119,6 +119,7 @@ class TestAFunctionOfOnesOwn:
             and "copies.py:g returned a value that cannot be copied (TypeError: cannot pickle" in problem
         )
 
+    @pytest.mark.first
     @pytest.mark.parametrize("num_processes", [1, 2])
     def test_its_rows_are_those_of_a_file_that_has_them(
         self, num_processes: int, settings: Any, write: Any, chat_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +130,7 @@ class TestAFunctionOfOnesOwn:
         for name in ("pairs", "chat", "text", "odd") if num_processes == 1 else ("pairs",):
             made = [value for row in self.ROWS if (value := converters[name](row)) is not None]
             wrapped = [{"chat": {"messages": row}, "text": {"text": row}}.get(name, row) for row in made]
-            expected, _ = prepare(SFTDataConfig(source=write(wrapped, "made.jsonl")), chat_tokenizer)
+            expected, _ = prepare(SFTDataConfig(source=write(wrapped, "made.jsonl"), num_processes=1), chat_tokenizer)
             found, report = prepare(SFTDataConfig(**settings(name, num_processes=num_processes)), chat_tokenizer)
             assert found.content() == expected.content()
             assert report.rows == len(made)

@@ -142,6 +142,7 @@ def test_zstd_without_its_package(write: Write, monkeypatch):
         list(read_rows(write(zstandard.compress(b'{"a": 1}\n'))))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("start", [b'{"a": "', b"[", b" "])
 @pytest.mark.parametrize("kind", ["gzip", "zstd"])
 def test_an_archive_that_grows_without_end_is_refused_at_once(write: Write, start: bytes, kind: str, monkeypatch):
@@ -171,6 +172,7 @@ def test_a_line_without_end_is_refused(write: Write, monkeypatch):
         list(read_rows(write(b'{"a": "b"}\n' + b" " * 2**21)))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("start", "end"), [(b'{"x": [', b"0]}"), (b'[{"x": [', b"0]}]")])
 def test_a_small_archive_does_not_become_many_values(start: bytes, end: bytes, tmp_path):
     (tmp_path / "few.json").write_bytes(gzip.compress(start + b"[]," * 1000 + end))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from lean_ft.data import documents
-from lean_ft.data.documents import FEW_ROWS
 from lean_ft.data.workers import map_in_processes
 from tests.data.conftest import prepare
 from tests.data.multiplying_worker import work_on
@@ -60,6 +59,7 @@ def test_what_else_goes_wrong_in_a_process_is_told():
         list(answers(["die", *map(str, range(9))], num_processes=2))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("how", ["to its end", "closed", "an error in the items"])
 def test_the_processes_end_with_the_work(how: str):
     def items():
@@ -108,9 +108,11 @@ def test_a_script_is_not_run_again_and_what_is_printed_goes_to_stderr(tmp_path: 
     out, err = started(tmp_path, "print").communicate(timeout=60)
     assert out.count("the script runs") == 1
     assert err == "said by some library\n"
+    assert "lean_ft.data.workers" in out.split() and "torch" not in out.split()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.first
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_ends_with_its_parent(tmp_path: Path, number: signal.Signals):
     process = started(tmp_path, "sleep")
     assert process.stdout is not None
@@ -136,14 +138,15 @@ def test_the_process_that_makes_documents_never_loads_torch():
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert "lean_ft.data.formats" in modules
     assert "torch" not in modules
-    [modules] = answers(["modules"])
-    assert "lean_ft.data.workers" in modules
-    assert "torch" not in modules
 
 
-@pytest.mark.parametrize("tokenizer", ["plain_tokenizer", "chat_tokenizer"])
-def test_documents_are_those_of_one_process(config, tokenizer: str, request: pytest.FixtureRequest):
-    rows = [{"prompt": f"{i}?", "completion": "c" * (i % 90)} for i in range(FEW_ROWS + 100)]
+@pytest.mark.first
+@pytest.mark.parametrize("tokenizer", ["chat_tokenizer", "plain_tokenizer"])
+def test_documents_are_those_of_one_process(config, tokenizer: str, request: pytest.FixtureRequest, monkeypatch):
+    """Of several parts."""
+    monkeypatch.setattr(documents, "FEW_ROWS", 30)
+    monkeypatch.setattr(documents, "ROWS_AT_A_TIME", 40)
+    rows = [{"prompt": f"{i}?", "completion": "c" * (i % 90)} for i in range(200)]
     tokenizer = request.getfixturevalue(tokenizer)
     (alone, counts), (shared_out, same_counts) = (
         prepare(settings, tokenizer) for settings in (config(rows, num_processes=1), config(rows, num_processes=2))
@@ -155,7 +158,8 @@ def test_documents_are_those_of_one_process(config, tokenizer: str, request: pyt
         assert (values == shared_out.stored[name]).all()
 
 
-@pytest.mark.parametrize("depth", [100, 900, 950, 980, 2000])
+@pytest.mark.long
+@pytest.mark.parametrize("depth", [950, 100, 900, 980, 2000])
 def test_a_deeply_nested_row_is_bad_however_many_processes_there_are(config, chat_tokenizer, monkeypatch, depth: int):
     deep = '{"prompt": ' + "[" * depth + "]" * depth + ', "completion": "c"}'
     settings = config('{"prompt": "?", "completion": "c"}\n' + deep, on_bad_row="skip")

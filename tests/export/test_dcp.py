@@ -10,6 +10,7 @@ from lean_ft.export import export_dcp, export_folder
 IDS = torch.arange(20)[None]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("tied", [False, True])
 def test_pytorch_loads_it_into_a_transformers_model(make_model_folder, tmp_path, tied):
     source = make_model_folder(tie_word_embeddings=tied)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from lean_ft.export import export_gguf
 from tests.export.conftest import qwen_tokenizer
-from tests.tokenizers.test_published_templates import published  # noqa: F401
+from tests.tokenizers.conftest import published_templates
 
 QUESTION, ANSWER, MORE = (
     {"role": "user", "content": "Was ist 1 + 1?\n{{ x }}"},
@@ -89,13 +89,12 @@ def export(make_model_folder, destination: Path, template: str | None, adds_bos:
 TRL = ["gemma", "gemma3", "llama3", "phi3", "qwen2_5", "qwen3", "qwen3_instruct_2507"]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", ["llama2", "plain", "ended", "closed", *TRL])
-def test_the_template_writes_the_same_chats(name, make_model_folder, tmp_path, request):
+def test_the_template_writes_the_same_chats(name, make_model_folder, tmp_path):
     if name in TRL:
-        file = request.getfixturevalue("published") / f"{name}.jinja"
-        if not file.is_file():
+        if (template := published_templates().get(name)) is None:
             pytest.skip(f"this version of TRL does not have {name}")
-        template = file.read_text(encoding="utf-8")
     else:
         template = {"llama2": LLAMA2, "plain": PLAIN, "ended": ENDED, "closed": CLOSED_BY_THE_NEXT}[name]
     source = export(make_model_folder, tmp_path / "model.gguf", template)

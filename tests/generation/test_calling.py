@@ -1,6 +1,5 @@
 """Calls of tools through `leanft serve`, with OpenAI's client as the judge. The sampled tokens are given; all else is real."""
 
-import importlib.util
 import json
 import re
 import threading
@@ -10,14 +9,13 @@ from typing import Any
 
 import openai
 import pytest
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 
 from lean_ft.generation.server import ChatServer
 from lean_ft.models import Decoder, load_model
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
-from tests.tokenizers.conftest import byte_level_tokenizer
+from tests.tokenizers.conftest import byte_level_tokenizer, published_templates, with_tokens
 
 PARAMETERS = {
     "type": "object",
@@ -31,7 +29,6 @@ TOOLS = [
 ASKED = [{"role": "user", "content": "How is it in Reykjavík?"}]
 WORDS = "Let me look, 1 < 2."
 CALLS = [("get_weather", {"city": "Reykjavík <b>", "days": 3}), ("get_time", {"city": "x"})]
-TOKENS = re.compile(r"<[|｜][^<>\s'\"+]{1,40}[|｜]>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>|</?think>|</?tool_call>")
 ONE_CALL = ("llama3_1", "gptoss")  # templates that write one call per turn
 NAMES = ["qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "glm4moe", "lfm2_2_5_v2", "nemotron_3_nano", *ONE_CALL]
 
@@ -95,8 +92,7 @@ def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture
 def serve(model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
-    spec = importlib.util.find_spec("trl")
-    if spec is None or spec.origin is None:
+    if not (templates := published_templates()):
         pytest.skip("needs TRL, which ships published chat templates")
     servers = list[ChatServer]()
     monkeypatch.setattr("lean_ft.generation.server.context_length", lambda _: 1 << 15)
@@ -104,14 +100,11 @@ def serve(model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
     def start(name: str, spelled: bool = False) -> Served:
         """Serve with the published template `name`. spelled: the tags of calls are no tokens of their own."""
-        source = (Path(str(spec.origin)).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
-        tokenizer = HFTokenizer.from_str(
-            byte_level_tokenizer().to_str().replace("tool_call", "unused" * spelled or "tool_call")
-        )
-        tokens = sorted({*TOKENS.findall(source), "<bos>", "<eos>"})
-        tokens = [token for token in tokens if not (spelled and "tool_call" in token)]
-        plain = [token for token in tokens if "think" in token or "tool_call>" in token]
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=token not in plain) for token in tokens])
+        source, tokens, plain = templates[name], templates[name], byte_level_tokenizer()
+        if spelled:
+            tokens = re.sub("</?tool_call>", "", tokens)
+            plain = HFTokenizer.from_str(plain.to_str().replace("tool_call", "unused"))
+        tokenizer = with_tokens(plain, [tokens])
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         config = {"chat_template": source, "bos_token": "<bos>", "eos_token": "<eos>"}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -127,6 +120,7 @@ def serve(model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         server.shutdown()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("name", "spelled"), [*((name, False) for name in NAMES), ("qwen2_5", True)])
 def test_calls_are_returned_whole_and_streamed_and_can_be_sent_back(
     serve: Callable[..., Served], name: str, spelled: bool
@@ -169,6 +163,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "qwen3_5_nothink"])
 @pytest.mark.parametrize("spelled", [False, True])
 def test_what_is_no_call_is_text(serve: Callable[..., Served], name: str, spelled: bool) -> None:
@@ -193,6 +188,7 @@ def test_text_in_front_of_a_call_is_streamed_at_once(serve: Callable[..., Served
     assert len([delta for delta in deltas if delta.content]) > 5
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "gptoss", "glm4moe"])
 def test_a_choice_of_tools_is_kept(serve: Callable[..., Served], name: str) -> None:
     served = serve(name)

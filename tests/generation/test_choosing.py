@@ -54,6 +54,7 @@ def test_tokens_and_log_probabilities_are_those_computed_plainly(temperature: fl
     torch.testing.assert_close(log_probs, logits.log_softmax(-1).amax(1))
 
 
+@pytest.mark.long
 def test_one_graph_serves_all_seeds_and_numbers_of_rows():
     """What a GPU compiles: whole, and once for each kind of settings."""
     graphs = []

@@ -9,13 +9,12 @@ from lean_ft.generation import Sampling, compiled_layers, sample
 from lean_ft.models import load_model
 
 PROMPTS = [[5, 17, 3], [9], [44, 2, 71, 90, 13, 8, 60], [1, 2, 3, 4]]
-CASES = [("qwen2", torch.bfloat16), ("gemma3_text", torch.float32)]
-LONG_CASES = [(case, torch.float32) for case in ("qwen2", "gemma2", "qwen3_5_text")]
+CASES = [(case, torch.float32) for case in ("qwen2", "gemma2", "gemma3_text", "qwen3_5_text")]
+CASES.append(("qwen2", torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), CASES + [pytest.param(*one, marks=pytest.mark.long, id=f"{one[0]}-long") for one in LONG_CASES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "dtype"), CASES)
 def test_layers_are_compiled_once_for_texts_of_all_lengths_and_any_number_of_rows(
     make_checkpoint, monkeypatch, case, dtype
 ):

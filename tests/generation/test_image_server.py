@@ -59,6 +59,7 @@ def test_completions_are_those_of_the_library(client: openai.OpenAI, opened: tup
         assert answered.usage.prompt_tokens > tokens
 
 
+@pytest.mark.long
 def test_other_forms_of_an_image_equal_openais(client: openai.OpenAI):
     url = data_url(picture("qwen3_vl", 0))
     encoded = url.partition(",")[2]
@@ -110,6 +111,7 @@ def test_other_images_are_refused(client: openai.OpenAI, url: Any, reason: str):
         answer(client, asking(url))
 
 
+@pytest.mark.long
 def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="20000 x 10000 pixels; expected between 1 and"):
         answer(client, asking(big()))

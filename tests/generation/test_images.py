@@ -67,6 +67,7 @@ def model(loaded: tuple[Decoder, ImageRules], monkeypatch: pytest.MonkeyPatch) -
     return model
 
 
+@pytest.mark.first
 def test_greedy_tokens_are_those_of_transformers(case: Case, loaded, model: Decoder):
     drawn, rules = draw_all(case, [2, 0, 1, 1], seed=3), loaded[1]
     prompts, expected = [as_prompt(one, rules) for one in drawn], [greedy_of_transformers(case, one) for one in drawn]
@@ -79,6 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, loaded, model: Deco
     assert [token for (token,) in steps if token is not None] == expected[0]
 
 
+@pytest.mark.long
 def test_turns_after_images_are_those_of_whole_texts(case: Case, loaded, model: Decoder):
     prompts = [as_prompt(one, loaded[1]) for one in draw_all(case, [2, 0, 1, 1], seed=3)]
     given, stops, expected = [7, 3, 9, 4, 11], frozenset(range(0, 2 * IMAGE, 3)), []
@@ -96,6 +98,7 @@ def test_turns_after_images_are_those_of_whole_texts(case: Case, loaded, model: 
     assert [one.ids for one in found] == expected and any(False in one.sampled for one in found)
 
 
+@pytest.mark.long
 def test_samples_do_not_depend_on_the_other_rows(case: Case, loaded, model: Decoder):
     prompts = [as_prompt(one, loaded[1]) for one in draw_all(case, [1, 0, 2, 1], seed=5)]
     asked = [i for i in range(len(prompts)) for _ in range(2)]
@@ -112,6 +115,7 @@ def test_samples_do_not_depend_on_the_other_rows(case: Case, loaded, model: Deco
         assert drawn(order).items() <= alone.items()
 
 
+@pytest.mark.first
 def test_an_image_is_encoded_once_for_all_completions_of_its_prompt(case: Case, loaded, model: Decoder):
     (drawn,) = draw_all(case, [1])
     grids = []
@@ -122,6 +126,7 @@ def test_an_image_is_encoded_once_for_all_completions_of_its_prompt(case: Case, 
     assert [len(some) for some in grids] == [1]
 
 
+@pytest.mark.first
 def test_equal_ids_with_different_images_are_different_prompts(case: Case, loaded, model: Decoder):
     (drawn,) = draw_all(case, [1])
     other = drawn._replace(images=[255 - image for image in drawn.images])

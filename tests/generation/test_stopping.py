@@ -38,6 +38,7 @@ TEMPLATES = {
 ANSWERS = {"What is 58 plus 7?": "The answer is 65.", "Which city?": "Ulopolis.", "Say a.": "a"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_model_that_knows_its_answers_stops_after_them(name: str, tmp_path: Path):
     template, ends = TEMPLATES[name]
@@ -89,6 +90,7 @@ def test_a_model_that_knows_its_answers_stops_after_them(name: str, tmp_path: Pa
             assert json.load(reply)["content"].strip() == answer
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("generation", "top", "text"),
     [

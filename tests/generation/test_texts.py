@@ -28,6 +28,7 @@ class Counting:
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_are_the_text_up_to_a_stop_text(kind: str) -> None:
     """Random ids include characters split between tokens, invalid bytes and special tokens."""

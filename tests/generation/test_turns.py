@@ -94,13 +94,17 @@ def check(found: list[Sample], expected: list[Sample]) -> None:
         assert own.log_probs == pytest.approx(one.log_probs, abs=1e-4)
 
 
+@pytest.mark.first
+@pytest.mark.parametrize("number", [1, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", [*CASES, "deepseek_v3"])
-def test_turns_are_those_of_whole_texts_for_any_order_of_replies_and_batch(make_checkpoint: Any, case: str) -> None:
+def test_turns_are_those_of_whole_texts_for_any_order_of_replies_and_batch(
+    make_checkpoint: Any, case: str, number: int
+) -> None:
     model, sampling = load_model(make_checkpoint(case)[0]), Sampling(LIMIT, 1.3, seed=2, stop_ids=STOPS)
     expected = [whole_texts(model, place, sampling) for place in range(len(PROMPTS))]
     assert {one.ended for one in expected} == {True, False}
     row_gib = model.cache_bytes(1, max(map(len, PROMPTS)) + LIMIT + MOST_GIVEN) / 2**30
-    for trial in range(6):
+    for trial in range(number):
         places = random.Random(trial).sample(range(len(PROMPTS)), len(PROMPTS) - trial % 2)
         replies, gib = Delayed(trial, places), [None, 4 * row_gib, 7 * row_gib][trial % 3]
         prompts, numbers = [PROMPTS[place] for place in places], [NUMBERS[place] for place in places]
@@ -110,7 +114,8 @@ def test_turns_are_those_of_whole_texts_for_any_order_of_replies_and_batch(make_
         check(found, [expected[place] for place in places])
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3_text", "qwen3_5_text", "gemma4_text", "deepseek_v3"])
+@pytest.mark.first(4)
+@pytest.mark.parametrize("case", ["llama", "gemma3_text", "qwen3_5_text", "deepseek_v3", "gemma4_text"])
 def test_each_token_is_computed_once_over_all_turns(make_checkpoint: Any, case: str) -> None:
     """And the tokens are those of sampling each turn from the whole text."""
     model, computed = load_model(make_checkpoint(case)[0]), []
@@ -166,6 +171,7 @@ def test_a_row_goes_on_after_a_longer_row_has_filled_the_cache(make_checkpoint: 
     assert found[1].ids == second + other + greedy([*short, *second, *other], 7)
 
 
+@pytest.mark.long
 def test_recorded_experts_are_those_of_all_turns(make_checkpoint: Any) -> None:
     model = load_model(make_checkpoint("gpt_oss")[0]).double()
     sampling, places = Sampling(LIMIT, 1.3, seed=2, stop_ids=STOPS), [*range(len(PROMPTS))]

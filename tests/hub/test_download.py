@@ -153,6 +153,7 @@ def test_invalid_sizes_and_names_and_a_repository_without_safetensors(server, re
     assert hub.model_folder(hub.parse_name("org/model"), weights=False).name == NEW  # the tokenizer is there
 
 
+@pytest.mark.first(20)
 @pytest.mark.parametrize("what", ["sha", "ETag", "X-Linked-ETag", "X-Repo-Commit", "missing"])
 @pytest.mark.parametrize("lie", ["../../../../../evil", "{outside}/evil", "a/b", "..", "x" * 300])
 @pytest.mark.parametrize("own_folder", [False, True])

@@ -106,6 +106,7 @@ def test_sides_that_grow_when_they_are_resized_are_refused(rules: ImageRules):
         open_image(found, rules=replace(rules, cut=partial(always, target=Size(1024, 1024))))
 
 
+@pytest.mark.long
 def test_images_that_people_have_are_read(rules: ImageRules):
     large = [
         saved(solid(3500), "WEBP", lossless=True, method=0),
@@ -118,6 +119,7 @@ def test_images_that_people_have_are_read(rules: ImageRules):
             assert size_of(image) == image.size
 
 
+@pytest.mark.long
 def test_a_jpeg_beyond_the_limits_is_read_at_a_lower_size(rules: ImageRules):
     full = saved(Image.linear_gradient("L").resize((8200, 8200)), "JPEG")
     with open_image(reference(full, Path()), rules) as image:

@@ -71,9 +71,10 @@ def test_an_image_of_pillow_keeps_its_pixels(tmp_path):
             assert decoded(again).tobytes() == decoded(image).tobytes()
 
 
+@pytest.mark.first(24)
+@pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("orientation", range(1, 9))
 def test_an_image_is_upright_and_its_size_needs_no_pixels(tmp_path, kind, mode, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -202,7 +203,9 @@ def read(value: Any, folder: Path) -> None:
         decoded(image)
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case == "a huge data URL" else ()) for case in HOSTILE]
+)
 def test_a_hostile_image_is_refused_with_a_reason(tmp_path, case):
     make, expected = HOSTILE[case]
     value, before, start = make(tmp_path), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()

@@ -4,10 +4,9 @@ import pytest
 
 from lean_ft.settings.conflicts import CONFLICTS
 from lean_ft.settings.text import load_config
-from lean_ft.system import catalog
+from tests.settings.cases import REQUIRED, load_recipe
 
 COMMON = ("model.path=tiny", "data.source=tiny/train.jsonl", "output_dir=run")
-REQUIRED = {"distill": ("distill.teacher=tiny",), **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",))}
 # For each row of the table: a recipe, settings that it rejects, and part of the message.
 TOOLS = f"tools.functions=[{__file__}:load]"
 SERVER = "generation.engine=vllm loss.correction=token_truncate"
@@ -85,12 +84,16 @@ REFUSED = [
 
 def load(recipe: str, *settings: str) -> None:
     required = REQUIRED.get(recipe, ())
-    load_config(catalog.load_recipe(catalog.find_recipe(recipe)).Config, None, [*COMMON, *required, *settings])
+    load_config(load_recipe(recipe).Config, None, [*COMMON, *required, *settings])
+
+
+@pytest.mark.parametrize("recipe", sorted({recipe for recipe, _, _ in REFUSED}))
+def test_a_recipe_has_no_conflict_by_default(recipe: str) -> None:
+    load(recipe)
 
 
 @pytest.mark.parametrize(("recipe", "settings", "message"), REFUSED)
 def test_a_conflict_is_refused_with_its_reason(recipe: str, settings: str, message: str) -> None:
-    load(recipe)
     with pytest.raises(ValueError, match=message):
         load(recipe, *settings.split())
 

@@ -10,7 +10,7 @@ import yaml
 from lean_ft.settings.converted_preset import flat
 from lean_ft.settings.from_other_tools import convert_config
 from lean_ft.settings.text import load_config
-from lean_ft.system import catalog
+from tests.settings.cases import load_recipe
 
 # Keys of axolotl's examples: LoRA of a small model, and what most of them set.
 AXOLOTL = """
@@ -448,6 +448,7 @@ TOGETHER: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.first(30)
 @pytest.mark.parametrize(
     ("tool", "theirs", "ours", "said"), TOGETHER, ids=[f"{one[0]}: {one[1][:60]}" for one in TOGETHER]
 )
@@ -468,12 +469,13 @@ def converted(text: str, folder: Path) -> tuple[dict[str, Any], str]:
     theirs.write_text(text)
     preset = convert_config(theirs)
     ours.write_text(preset.text(theirs.name))
-    load_config(catalog.load_recipe(catalog.recipes()[preset.recipe]).Config, ours)
+    load_config(load_recipe(preset.recipe).Config, ours)
     said = [line for line in ours.read_text().splitlines() if line.startswith("#")]
     assert said[1:] == [f"# {remark}" for remark in preset.remarks]
     return yaml.safe_load(ours.read_text()), "\n".join(said)
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_configuration_becomes_a_preset(name, tmp_path):
     tool, changes, differences, said = CASES[name]

@@ -252,6 +252,7 @@ def presets_of(text: str, folder: Path) -> tuple[dict[str, Any], str]:
     return converted("\n".join([updated, *comments]), folder)
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_configuration_becomes_a_preset(name, tmp_path):
     text, changes, said = CASES[name]
@@ -323,6 +324,7 @@ WRONG = {
 }
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_values_get_a_message_that_names_the_file(text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -343,6 +345,7 @@ def test_wrong_values_get_a_message_that_names_the_file(text, tmp_path, capsys, 
 LINES = ["\n", "\r", "\x85", "\u2028", "\u2029", "\x0b", "\x0c", "\0", "\ud7ff", "\ufeff"]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("line", LINES)
 def test_a_strangers_text_adds_no_setting(line, tmp_path):
     """Wherever the text stands: as a key, a value, a component, a path or the name of the file."""
@@ -359,6 +362,7 @@ def test_a_strangers_text_adds_no_setting(line, tmp_path):
     assert sum("neftune_alpha" in one for one in comments) > 4
 
 
+@pytest.mark.long
 def test_a_large_configuration_is_fast(tmp_path):
     theirs = yaml.safe_load(BASE) | {f"k{i}": "${k0}" * 3 + "${" + f"k{i + 1}" + "}" for i in range(6000)}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))

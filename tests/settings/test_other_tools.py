@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from lean_ft.settings.describing import describe
 from lean_ft.settings.hints import replacement
 from lean_ft.settings.other_tools import (
     RECIPE,
@@ -27,26 +26,22 @@ from lean_ft.settings.other_tools import (
 )
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
+from tests.settings.cases import load_recipe, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = [name for name in catalog.recipes() if name != "full_finetune_single_device"]
 
 
 @cache
-def config_class(recipe: str) -> Any:
-    return catalog.load_recipe(catalog.find_recipe(recipe)).Config
-
-
-@cache
 def known(recipe: str) -> set[str]:
-    keys = {setting.key for setting in describe(config_class(recipe))}
+    keys = settings_of(recipe).keys()
     return keys | {key.partition(".")[0] for key in keys}
 
 
 def refusal(recipe: str, *overrides: str) -> str:
     """The message for overrides, or "" if only other settings or a package are missing."""
     try:
-        load_config(config_class(recipe), None, overrides)
+        load_config(load_recipe(recipe).Config, None, overrides)
     except ValueError as error:
         is_missing = "(command line)" not in str(error) or "is not installed here" in str(error)
         return "" if is_missing else str(error)
@@ -243,7 +238,8 @@ def test_a_name_or_value_of_another_tool_is_answered(recipe, typed):
 
 def test_resume_has_the_values_of_other_tools():
     read = [
-        load_config(config_class("finetune"), None, [*REQUIRED, f"resume={x}"]).resume for x in ("true", "false", "p")
+        load_config(load_recipe("finetune").Config, None, [*REQUIRED, f"resume={x}"]).resume
+        for x in ("true", "false", "p")
     ]
     assert read == ["auto", "never", "p"]
 

@@ -32,7 +32,8 @@ from lean_ft.settings.text import (
     preset_fits,
     preset_values,
 )
-from lean_ft.system.catalog import find_recipe, load_recipe, recipes
+from lean_ft.system.catalog import recipes
+from tests.settings.cases import load_recipe, settings_of
 
 
 class Config(RecipeConfig):
@@ -352,7 +353,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20) | st
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     path=TEXT,
     source=TEXT | st.lists(TEXT, max_size=3),
@@ -417,9 +418,8 @@ def test_the_commented_yaml_is_a_preset_of_the_defaults(write):
 
 @pytest.mark.parametrize("name", recipes())
 def test_required_settings_come_first_then_common_ones_then_the_others(name):
-    config_class = load_recipe(find_recipe(name)).Config
+    config_class, settings = load_recipe(name).Config, settings_of(name)
     helped = re.findall(r"^  ([\w.]+)=", one_line_each(config_class), re.MULTILINE)
-    settings = {setting.key: setting for setting in describe(config_class)}
     assert sorted(helped) == sorted(settings)
     kinds = [0 if settings[key].required else 1 if settings[key].is_common else 2 for key in helped]
     assert kinds == sorted(kinds) and kinds.count(1) <= 11
@@ -461,6 +461,6 @@ def test_preset_fits_tells_another_recipes_preset(write):
 
 @pytest.mark.parametrize("name", recipes())
 def test_the_help_of_a_setting_is_whole_sentences(name):
-    for setting in describe(load_recipe(find_recipe(name)).Config):
+    for setting in settings_of(name).values():
         assert setting.description.endswith("."), setting.key
         assert re.match("[A-Z`0-9]", setting.description) or setting.key in setting.description, setting.key

@@ -47,6 +47,7 @@ def grown_bytes(*arguments: str, **variables: str) -> int:
     return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.long
 @reads_products
 def test_products_of_new_shapes_take_no_more_memory():
     assert grown_bytes("bounded") < 10 * MIB
@@ -89,11 +90,11 @@ def test_thread_variables_follow_the_quota_and_keep_the_users_values(monkeypatch
 
 def test_a_run_sets_them_before_torch_is_imported(tmp_path):
     (tmp_path / "recipe.py").write_text(
-        "import os, sys\nfrom lean_ft.settings import Settings\n"
+        "import os, sys\n"
         "assert 'torch' not in sys.modules and os.environ['GOMP_SPINCOUNT'] == '10000'\n"
-        "class Config(Settings): pass\ndef main(cfg): print('ran')\n"
+        "print('checked')\nraise SystemExit\n"
     )
     kept = {name: value for name, value in os.environ.items() if name not in before_torch.WAITING_VARIABLES}
     command = [sys.executable, "-m", "lean_ft", "run", str(tmp_path / "recipe.py")]
     done = subprocess.run(command, env=kept, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("ran\n", "")
+    assert (done.stdout, done.stderr) == ("checked\n", "")

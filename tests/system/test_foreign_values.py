@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_ft.system.foreign_values import MAX_DEPTH, plain, valid_text
@@ -28,6 +28,7 @@ def nested(depth: int) -> Any:
     return value
 
 
+@settings(max_examples=20)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters=map(chr, range(0xFDD0, 0xFDF0)))), lambda x: st.lists(x) | st.dictionaries(st.sampled_from("abc"), x)))  # fmt: skip
 def test_json_passes_unchanged_as_a_copy(value: Any):
     found = plain(value, "the row")

@@ -95,6 +95,7 @@ def test_every_named_extra_exists() -> None:
     assert not [text for text in sources if "lean-ft[" in text]
 
 
+@pytest.mark.long
 def test_a_message_leaves_the_imports_of_other_packages_alone() -> None:
     """setuptools hides its distutils, which torch.compile needs, from a process that looks for pip's module."""
     code = "from lean_ft.system.installation import install_command; install_command('plots'); import distutils.core as d; print(d.__file__)"

@@ -159,6 +159,7 @@ Tools(ToolsConfig(functions=["tool.py:hangs"], process=True)).results([Call("han
 """
 
 
+@pytest.mark.long
 def test_processes_of_tools_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text(TOOL)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,5 +1,8 @@
+import importlib.util
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ from lean_ft.tokenizers import Tokenizer, load_tokenizer
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>"]
 PLAIN_ADDED_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+
+# Control tokens in published templates, and tags of reasoning and calls.
+TOKENS = re.compile(r"<[|｜][^<>\s'\"+]{1,40}[|｜]>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>|</?think>|</?tool_call>")
 
 TEXTS = [
     "Hello, world! Don't stop; it's 12345 o'clock.",
@@ -70,6 +76,45 @@ def word_start_tokenizer(prepend_scheme: str) -> HFTokenizer:
     return tokenizer
 
 
+@cache
+def published_templates() -> dict[str, str]:
+    """Published chat templates by name, which TRL ships, some also with generation tags (`_training`). Empty without TRL."""
+    spec = importlib.util.find_spec("trl")
+    folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else Path("none")
+    return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))}
+
+
+def with_tokens(tokenizer: HFTokenizer, templates: Iterable[str], more: Iterable[str] = ()) -> HFTokenizer:
+    """A copy with the control tokens that the templates write, with `more`, <bos> and <eos>. Tags are plain tokens."""
+    copy = HFTokenizer.from_str(tokenizer.to_str())
+    tokens = sorted({*(token for source in templates for token in TOKENS.findall(source)), *more, "<bos>", "<eos>"})
+    plain = [token for token in tokens if "think" in token or token in ("<tool_call>", "</tool_call>")]
+    copy.add_tokens([AddedToken(token, normalized=False, special=token not in plain) for token in tokens])
+    return copy
+
+
+@pytest.fixture(scope="session")
+def published() -> dict[str, str]:
+    return published_templates() or pytest.skip("needs TRL, which ships published chat templates")
+
+
+@pytest.fixture(scope="session")
+def with_template(byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> Callable[..., Tokenizer]:
+    """Loads a tokenizer with a chat template: `with_template(template, control tokens)`. The first two are bos and eos."""
+
+    @cache
+    def folder_of(control: tuple[str, ...]) -> Path:
+        tokenizer = HFTokenizer.from_str(byte_level.to_str())
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+        return make_folder(tokenizer, bos_token=control[0], eos_token=control[1])
+
+    def make(template: str, control: tuple[str, ...]) -> Tokenizer:
+        (folder := folder_of(control)).joinpath("chat_template.jinja").write_text(template)
+        return load_tokenizer(folder)
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a tokenizer folder: `make_folder(tokenizer_or_model_file, **tokenizer_config)`."""
@@ -100,20 +145,3 @@ def byte_level() -> HFTokenizer:
 @pytest.fixture(scope="session", params=["first", "always"])
 def word_start(request: pytest.FixtureRequest) -> HFTokenizer:
     return word_start_tokenizer(request.param)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_of(
-    request: pytest.FixtureRequest, byte_level: HFTokenizer, make_folder: Callable[..., Path]
-) -> Callable[[str], Tokenizer]:
-    """Returns a tokenizer with a chat template. The list `CONTROL` of the test's module has its control tokens, bos and eos first."""
-    control: list[str] = request.module.CONTROL
-    tokenizer = HFTokenizer.from_str(byte_level.to_str())
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    folder = make_folder(tokenizer, bos_token=control[0], eos_token=control[1])
-
-    def make(template: str) -> Tokenizer:
-        (folder / "chat_template.jinja").write_text(template)
-        return load_tokenizer(folder)
-
-    return make

@@ -58,7 +58,7 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(PIECES, max_size=12).map("".join))
 def test_ids_and_positions_are_the_librarys(tokenizers: list[tuple[Tokenizer, AsciiWords]], text: str):
     for tokenizer, words in tokenizers:

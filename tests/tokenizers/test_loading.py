@@ -153,7 +153,7 @@ def test_the_names_that_transformers_uses(byte_level, make_folder: MakeFolder):
         assert ours.apply_chat_template(chat, add_generation_prompt=asked, tokenize=False) == text
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXT)
 def test_ids_of_any_text_equal_transformers(both, text: str):
     ours, theirs = both
@@ -196,6 +196,7 @@ class TestSentencePiece:
     def model(self, shared_data: Path) -> Path:
         return shared_data / "tokenizers" / "llama2_sentencepiece.model"
 
+    @pytest.mark.first
     @pytest.mark.parametrize("legacy", [False, True])
     def test_control_tokens_equal_transformers(self, model: Path, make_folder: MakeFolder, legacy: bool):
         theirs = llama_tokenizer(model, legacy=legacy)
@@ -207,6 +208,7 @@ class TestSentencePiece:
             for skip in (False, True):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
+    @pytest.mark.first
     @pytest.mark.parametrize("legacy", [False, True])
     def test_no_text_begins_with_a_mark_if_add_prefix_space_is_false(
         self, model: Path, make_folder: MakeFolder, texts, legacy: bool
@@ -405,6 +407,7 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(name, shared_data, tmp_path)
     assert tokenizer.decode([*ids, tokenizer.vocab_size, 10**6]) == tokenizer.decode(ids) == "Hello there"
 
 
+@pytest.mark.long
 def test_many_added_tokens_take_linear_time(tmp_path):
     for file in resolve_model_path("tiny").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -4,7 +4,6 @@ The tagged version, read by transformers, defines the assistant's text. For the 
 TRL tags a few more tokens (a line break after the end, a header before the turn), which do not matter for prompts and padding.
 """
 
-import importlib.util
 import re
 from collections.abc import Callable
 from itertools import combinations
@@ -13,7 +12,6 @@ from typing import Any
 
 import jinja2
 import pytest
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -21,10 +19,19 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from lean_ft.system.foreign_values import MARKERS
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.tokenizers.chat_template import ChatTemplate, with_defaults, without_generation_tags
+from tests.tokenizers.conftest import with_tokens
 
-NAMES = ["cohere", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3", "nemotron_3_nano", "phi3"]
-NAMES += ["qwen2_5", "qwen3", "qwen3_5_think", "qwen3_instruct_2507"]
-TOKENS = re.compile(r"<[|｜][^<>\s'\"+]{1,40}[|｜]>|<(?:start|end)_of_turn>|<\|turn>|<turn\|>|</?think>|</?tool_call>")
+NAMES = ["qwen3", "llama3", "deepseekv3", "gemma", "cohere", "deepseek_r1_distill", "gemma3", "lfm2", "nemotron_3_nano"]
+NAMES += ["phi3", "qwen2_5", "qwen3_5_think", "qwen3_instruct_2507"]
+# By default, some of all templates: of a plain form, with variables, with generation tags.
+SOME = ["llama3", "qwen3", "gptoss", "qwen3_training"]
+
+
+@pytest.fixture(params=["some", pytest.param("all", marks=pytest.mark.long)])
+def templates(request: pytest.FixtureRequest, published: dict[str, str]) -> dict[str, str]:
+    return {name: published[name] for name in (published if request.param == "all" else SOME)}
+
+
 CHAT = [
     {"role": "user", "content": "What is   1 + 1?\n"},
     {"role": "assistant", "content": "It is two."},
@@ -43,30 +50,18 @@ CONTINUED = {
 }
 
 
-@pytest.fixture(scope="module")
-def published() -> Path:
-    spec = importlib.util.find_spec("trl")
-    if spec is None or spec.origin is None or not (Path(spec.origin).parent / "chat_templates").is_dir():
-        pytest.skip("needs TRL, which ships published chat templates with and without generation tags")
-    return Path(spec.origin).parent / "chat_templates"
-
-
 FolderOf = Callable[..., Path]
 
 
 @pytest.fixture
-def folder_of(published: Path, byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> FolderOf:
+def folder_of(published: dict[str, str], byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> FolderOf:
     """A tokenizer folder with the template `name`, and a vocabulary with the tokens of this and the `others`."""
 
     def make(name: str, *others: str) -> Path:
-        if not all((published / f"{one}.jinja").is_file() for one in (name, *others)):
+        if not {name, *others} <= published.keys():
             pytest.skip(f"this version of TRL does not have {name} and {others}")
-        sources = [(published / f"{one}.jinja").read_text(encoding="utf-8") for one in (name, *others)]
-        tokenizer = HFTokenizer.from_str(byte_level.to_str())
-        tokens = sorted({*(token for source in sources for token in TOKENS.findall(source)), "<bos>", "<eos>"})
-        plain = [token for token in tokens if "think" in token or "tool_call>" in token]
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=token not in plain) for token in tokens])
-        return make_folder(tokenizer, chat_template=sources[0], bos_token="<bos>", eos_token="<eos>")
+        tokenizer = with_tokens(byte_level, [published[one] for one in (name, *others)])
+        return make_folder(tokenizer, chat_template=published[name], bos_token="<bos>", eos_token="<eos>")
 
     return make
 
@@ -87,12 +82,11 @@ def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
-def test_every_template_writes_what_it_writes_in_transformers(published: Path):
+def test_every_template_writes_what_it_writes_in_transformers(templates: dict[str, str]):
     chats = [(CHAT, None), (LONG, None), ([CHAT[0], *[CALLED, RESULT] * 3, CHAT[1]], TOOLS)]
     special, num_compared = {"bos_token": "<s>", "eos_token": "</s>"}, 0
-    files = [file for file in sorted(published.glob("*.jinja")) if not file.stem.endswith("_training")]
-    for file in files:
-        source = file.read_text(encoding="utf-8")
+    plain = {name: source for name, source in templates.items() if not name.endswith("_training")}
+    for name, source in plain.items():
         ours = ChatTemplate(source)
         for messages, tools in chats:
             try:
@@ -101,17 +95,16 @@ def test_every_template_writes_what_it_writes_in_transformers(published: Path):
                     theirs = render_jinja_template([as_parts(messages)], chat_template=source, **special)[0][0]
             except (jinja2.TemplateError, TypeError):
                 continue  # some templates take no tools
-            assert MARKERS.sub("", ours.render(messages, tools, False, special)) == theirs, file.name
+            assert MARKERS.sub("", ours.render(messages, tools, False, special)) == theirs, name
             num_compared += 1
-    assert num_compared > len(files) > 20
+    assert num_compared > len(plain) >= (3 if len(templates) == len(SOME) else 20)
 
 
 VALUES = [False, True, None, 3, -0.5, "low", 'a"b\\n\nä🙂{{ x }} %}', ["a", {"b": [None, True]}], {}]
 
 
-def test_a_template_with_defaults_writes_what_it_writes_with_these_variables(published: Path):
+def test_a_template_with_defaults_writes_what_it_writes_with_these_variables(templates: dict[str, str]):
     special, num_different = {"bos_token": "<s>", "eos_token": "</s>"}, 0
-    sources = [file.read_text(encoding="utf-8") for file in sorted(published.glob("*.jinja"))]
     names = "enable_thinking", "preserve_thinking", "date_string", "reasoning_effort", "builtin_tools", "add_vision_id"
     variables: list[dict[str, Any]] = [dict.fromkeys(names[:2], False), dict.fromkeys(names, "low"), {names[-1]: True}]
 
@@ -120,7 +113,7 @@ def test_a_template_with_defaults_writes_what_it_writes_with_these_variables(pub
             [[*CHAT, CHAT[0]]], chat_template=source, add_generation_prompt=True, **special, **given
         )[0][0]
 
-    for source in sources:
+    for source in templates.values():
         for given in variables:
             try:
                 expected = render(source, **given)
@@ -130,7 +123,7 @@ def test_a_template_with_defaults_writes_what_it_writes_with_these_variables(pub
             assert (render(changed), render(changed, **given)) == (expected, expected)
             assert with_defaults(changed, given) == changed
             num_different += expected != render(source)
-    assert num_different > 10
+    assert num_different > (1 if len(templates) == len(SOME) else 10)
     for value in VALUES:
         source = "\n  {{ x | tojson }}"
         assert render(with_defaults(source, {"x": value})) == render(source, x=value)
@@ -144,11 +137,11 @@ TAGS = [f"{{%{before}{space}{name}{space}{after}%}}" for before in ("", "-", "+"
 QUOTED = "{{ '{% generation %}' }}{% set x = \"a'{% generation %}\" %}{{ x }}{% raw %}{% generation %}{% endraw %}{# {% generation %} #}"
 
 
-def test_a_template_without_generation_tags_writes_the_same_text(published: Path):
+def test_a_template_without_generation_tags_writes_the_same_text(templates: dict[str, str]):
     special, num_tagged = {"bos_token": "<s>", "eos_token": "</s>"}, 0
     chats = [(CHAT, None), (LONG, None), ([CHAT[0], *[CALLED, RESULT] * 3, CHAT[1]], TOOLS)]
-    sources = [file.read_text(encoding="utf-8") for file in sorted(published.glob("*.jinja"))]
-    for start in TAGS:
+    sources, tags = [*templates.values()], TAGS[:: 4 if len(templates) == len(SOME) else 1]
+    for start in tags:
         end = start.replace("generation", "endgeneration")
         sources.append(f"a \n  {start}  \n {{{{ messages[0].role }}}} \n \t{end} \n  b{QUOTED}")
     plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # knows no such tag
@@ -166,7 +159,7 @@ def test_a_template_without_generation_tags_writes_the_same_text(published: Path
             except ValueError:
                 continue
             assert ChatTemplate(stripped).render(messages, tools, False, special) == MARKERS.sub("", expected)
-    assert num_tagged > len(TAGS) + 10
+    assert num_tagged > len(tags) + (0 if len(templates) == len(SOME) else 10)
 
 
 def trained_texts(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
@@ -194,8 +187,9 @@ CONVERSATIONS = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("name", [*NAMES, "gptoss", "nemotron_3_super", "phi3_5", "qwen3_8"])
+@pytest.mark.parametrize("name", ["deepseekv3", "gptoss", *NAMES, "nemotron_3_super", "phi3_5", "qwen3_8"])
 def test_masks_are_those_of_the_template_with_tags(name: str, conversation: str, folder_of: FolderOf):
     messages = CONVERSATIONS[conversation]
     original = folder_of(name, f"{name}_training")
@@ -224,6 +218,7 @@ def test_masks_are_those_of_the_template_with_tags(name: str, conversation: str,
     assert re.split("\0+", left) == (["<|end|>"] * len(ended) or [""]) if name == "gptoss" else not left
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("answers_in_a_row", [1, 2])
 @pytest.mark.parametrize("name", [*NAMES, "phi3_5", "gptoss", "glm4moe", "lfm2_v2", "qwen3_6"])
 def test_blocks_belong_to_their_messages(name: str, answers_in_a_row: int, folder_of: FolderOf):
@@ -262,6 +257,7 @@ def test_a_block_at_the_end_of_the_chat_belongs_to_the_last_message(name: str, f
     assert trained_texts(tokenizer, CHAT, untrained={1}) == [last, "<eos>"]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "glm4moe", "nemotron_3_nano", "gemma4", "lfm2_2_5_v2", "llama3"])
 def test_reasoning_under_each_of_its_names(name: str, key: str, folder_of: FolderOf):
@@ -284,6 +280,7 @@ class TestArguments:
         call = {"type": "function", "function": {"name": "size", "arguments": arguments}}
         return [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "7"}]
 
+    @pytest.mark.first
     @pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "deepseekv3", "qwen3_vl"])
     def test_a_template_that_writes_strings_gets_the_string(self, name: str, folder_of: FolderOf):
         folder, messages = folder_of(name), self.chat(self.GIVEN)
@@ -293,6 +290,7 @@ class TestArguments:
         )
         assert self.GIVEN in "".join(trained_texts(tokenizer, messages))
 
+    @pytest.mark.first
     @pytest.mark.parametrize("name", ["qwen2_5", "gptoss", "qwen3_6", "nemotron_3_nano"])
     def test_a_template_that_writes_objects_gets_the_object(self, name: str, folder_of: FolderOf):
         folder = folder_of(name)
@@ -300,6 +298,7 @@ class TestArguments:
         theirs = AutoTokenizer.from_pretrained(folder)
         assert ids == theirs.apply_chat_template(self.chat({"of": "1 & 2", "x": 1.0}), return_dict=False)
 
+    @pytest.mark.first(6)
     @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
     @pytest.mark.parametrize("arguments", ['{"of": 1}', {"of": 1}])
     @pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3", "qwen2_5", "qwen3"])
@@ -334,6 +333,7 @@ def test_gpt_oss(folder_of: FolderOf):
         assert tokenizer.passage(messages).num_rewritten == num_rewritten.get(name, 1)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("name", "ends"),
     {
@@ -351,6 +351,7 @@ def test_the_tokens_that_end_a_turn(name: str, ends: set[str], folder_of: Folder
         assert {tokenizer.token_text(token_id) for token_id in tokenizer.turn_ends} == ends
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_message_is_continued_as_by_transformers(name: str, folder_of: FolderOf) -> None:
     folder, num_equal = folder_of(name), 0

@@ -15,10 +15,8 @@ import pytest
 from lean_ft.tokenizers import Passage, Tokenizer
 
 NUM_TEMPLATES = 600
-CONTROL = [
-    *("<bos>", "<eos>", "<|sep|>", "<|stop|>", "<|user|>", "<|assistant|>"),
-    *("<|system|>", "<|tool|>", "[INST]", "[/INST]"),
-]
+CONTROL = ("<bos>", "<eos>", "<|sep|>", "<|stop|>", "<|user|>", "<|assistant|>")
+CONTROL += ("<|system|>", "<|tool|>", "[INST]", "[/INST]")
 ROLES = ("system", "user", "assistant", "tool")
 HEADERS = {
     "tokens": {role: f"<|{role}|>" for role in ROLES},
@@ -202,10 +200,15 @@ def solid(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [(character, trained) for text, trained in pieces for character in text if not character.isspace()]
 
 
-@pytest.mark.parametrize("first_seed", range(0, NUM_TEMPLATES, 150))
-def test_exactly_the_assistants_turns_are_trained(tokenizer_of: Callable[[str], Tokenizer], first_seed: int):
+@pytest.fixture
+def tokenizer_of(with_template: Callable[..., Tokenizer]) -> Callable[[str], Tokenizer]:
+    return lambda template: with_template(template, CONTROL)
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(NUM_TEMPLATES, marks=pytest.mark.long)])
+def test_exactly_the_assistants_turns_are_trained(tokenizer_of: Callable[[str], Tokenizer], number: int):
     num_refused = 0
-    for seed in range(first_seed, first_seed + 150):
+    for seed in range(number):
         draw = random.Random(seed)
         style = random_style(draw)
         tokenizer = tokenizer_of(style.jinja())
@@ -233,7 +236,7 @@ def test_exactly_the_assistants_turns_are_trained(tokenizer_of: Callable[[str], 
             assert text == "".join(piece for piece, _ in expected), (seed, style)
             assert solid(list(zip(text, mask, strict=True))) == solid(expected), (seed, style, messages)
             check_ends(tokenizer, passage, is_last_trained=not prompt)
-    assert num_refused < 0.05 * 3 * 150
+    assert num_refused < 0.05 * 3 * number
 
 
 def check_ends(tokenizer: Tokenizer, passage: Passage, is_last_trained: bool) -> None:

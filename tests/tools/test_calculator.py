@@ -33,6 +33,7 @@ def test_random_expressions_equal_pythons() -> None:
     assert (calculator("2 ** 10"), calculator("-3 ** 2"), calculator("4 ** -0.5")) == (1024, -9, 0.5)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("process", [False, True])
 def test_results_in_any_folder(process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a text as its result at once: what computes too much or is no arithmetic, an error."""

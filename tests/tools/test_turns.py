@@ -1,6 +1,5 @@
 """The tokens after a turn, next to what the chat template renders for the whole chat."""
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -9,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
 from lean_ft.system.foreign_values import valid_text
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 from lean_ft.tools import Call, ToolTurns
-from tests.tokenizers.conftest import byte_level_tokenizer, word_start_tokenizer
-from tests.tokenizers.test_published_templates import TOKENS
+from tests.tokenizers.conftest import byte_level_tokenizer, published_templates, with_tokens, word_start_tokenizer
 
 # Small templates in the published form of families that TRL ships none of.
 SMALL = {
@@ -57,58 +54,36 @@ MORE = [
     "[INST]",
     "[/INST]",
     "[ARGS]",
-]
-MORE += [
-    '<|"|>',
-    "<|tool_call>",
-    "<tool_call|>",
-    "<|tool_response>",
-    "<tool_response|>",
-    "<|channel>",
-    "<channel|>",
     "<escape>",
 ]
+MORE += ['<|"|>', "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>"]
 MORE += [f"<{end}_function_{kind}>" for end in ("start", "end") for kind in ("call", "response", "declaration")]
 WITHOUT = {
-    "writes no tools": [
-        "cohere",
-        "cohere2",
-        "deepseek_r1_distill",
-        "deepseekv3",
-        "gemma",
-        "gemma3",
-        "idefics3",
-        "llama3",
-        "llava_next",
-        "phi3",
-        "phi3_5",
-        "qwen2_5_vl",
-        "smolvlm",
-    ],
-    "writes no tool calls": ["lfm2"],
-    "writes tool calls in an unknown form": ["muse_glimmer"],
+    "writes no tools": "cohere cohere2 deepseek_r1_distill deepseekv3 gemma gemma3 idefics3 llama3 llava_next phi3 phi3_5 "
+    "qwen2_5_vl smolvlm",
+    "writes no tool calls": "lfm2",
+    "writes tool calls in an unknown form": "muse_glimmer",
 }
 # The template writes an earlier turn differently than the prompt that a model continues.
 REWRITTEN = {"nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"}
 
 
-def published() -> dict[str, str]:
-    spec = importlib.util.find_spec("trl")
-    folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else Path("none")
-    return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))} | SMALL
-
-
 def refusal(name: str) -> str:
-    return next((reason for reason, names in WITHOUT.items() if name.removesuffix("_training") in names), "")
+    return next((reason for reason, names in WITHOUT.items() if name.removesuffix("_training") in names.split()), "")
 
 
-TEMPLATES = published()
-WITH_TOOLS = [name for name in TEMPLATES if not refusal(name)]
+TEMPLATES = published_templates() | SMALL
+# One template of each form of calls is default.
+FORMS = ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "llama3_1", "gemma4", "lfm2_v2", "nemotron_3_nano", *SMALL]
+FORMS = [name for name in FORMS if name in TEMPLATES]
+WITH_TOOLS = [*FORMS, *(name for name in TEMPLATES if not refusal(name) and name not in FORMS)]
+FIRST_REFUSED = [names.split()[0] for names in WITHOUT.values()]
+REFUSED = sorted((name for name in TEMPLATES if refusal(name)), key=lambda name: name not in FIRST_REFUSED)
 
 
 @cache
-def plain_tokenizer(words: str) -> str:
-    return (word_start_tokenizer(words) if words else byte_level_tokenizer()).to_str()
+def plain_tokenizer(words: str) -> HFTokenizer:
+    return word_start_tokenizer(words) if words else byte_level_tokenizer()
 
 
 @cache
@@ -120,14 +95,9 @@ def turns_of(tokenizer: Tokenizer) -> ToolTurns:
 def tokenizer_of(make_folder: Callable[..., Path]) -> Callable[..., Tokenizer]:
     @cache
     def make(name: str, words: str = "") -> Tokenizer:
-        tokenizer = HFTokenizer.from_str(plain_tokenizer(words))
-        found = TOKENS.findall(TEMPLATES[name])
-        tokens = sorted({*found, *(one for one in MORE if one in TEMPLATES[name]), "<bos>", "<eos>"})
-        plain = [one for one in tokens if "think" in one or one in ("<tool_call>", "</tool_call>")]
-        tokenizer.add_tokens([AddedToken(one, normalized=False, special=one not in plain) for one in tokens])
-        return load_tokenizer(
-            make_folder(tokenizer, chat_template=TEMPLATES[name], bos_token="<bos>", eos_token="<eos>")
-        )
+        template = TEMPLATES[name]
+        tokenizer = with_tokens(plain_tokenizer(words), [template], [one for one in MORE if one in template])
+        return load_tokenizer(make_folder(tokenizer, chat_template=template, bos_token="<bos>", eos_token="<eos>"))
 
     return make
 
@@ -175,8 +145,9 @@ def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> tuple[str,
     return passage.text, tokenizer.tokenize([passage])[0][0].tolist()
 
 
-@pytest.mark.parametrize("number", range(len(ROUNDS)))
+@pytest.mark.first(len(FORMS))
 @pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("number", [1, 0, 2])
 def test_prompt_turn_and_reply_are_what_the_template_writes(
     name: str, number: int, tokenizer_of: Callable[..., Tokenizer]
 ) -> None:
@@ -206,6 +177,7 @@ def test_prompt_turn_and_reply_are_what_the_template_writes(
     assert [one for one in given if one in ends] == [one for one in plain if one in ends]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("words", ["first", "always"])
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "glm4moe", "gptoss", "mistral_v3"])
 def test_a_reply_has_the_tokens_of_the_whole_chat(
@@ -233,6 +205,7 @@ def test_a_turn_that_the_template_ends_with_another_token(tokenizer_of: Callable
     assert given.count(tokenizer.token_id("<|end|>")) == 1
 
 
+@pytest.mark.first(len(FORMS))
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_an_observation_follows_an_answer(name: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
     tokenizer = tokenizer_of(name)
@@ -244,6 +217,7 @@ def test_an_observation_follows_an_answer(name: str, tokenizer_of: Callable[...,
         assert "Two." not in tokenizer.decode(given)
 
 
+@pytest.mark.first(10)
 @pytest.mark.parametrize("result", ["", "\ud800 \ufdd0 \ufdd2", "\0\r\n", "<think> </think> <tool_call>", "x" * 20_000])
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4_v5", "glm4moe", "llama3_2", "lfm2_v2", "mistral_v3"])
 def test_any_result_has_a_reply(name: str, result: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
@@ -265,11 +239,9 @@ def test_several_calls_where_the_template_takes_one(tokenizer_of: Callable[..., 
     assert turns.read(tokenizer.encode("Hi <|eot_id|>")) == ("Hi", [])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.first(len(FIRST_REFUSED))
+@pytest.mark.parametrize("name", REFUSED)
 def test_templates_that_cannot_call_tools_are_refused(name: str, tokenizer_of: Callable[..., Tokenizer]) -> None:
-    if reason := refusal(name):
-        with pytest.raises(ValueError, match=f"^the chat template {reason}") as error:
-            ToolTurns(tokenizer_of(name), TOOLS)
-        assert "\n" not in str(error.value)
-    else:
-        turns_of(tokenizer_of(name))
+    with pytest.raises(ValueError, match=f"^the chat template {refusal(name)}") as error:
+        ToolTurns(tokenizer_of(name), TOOLS)
+    assert "\n" not in str(error.value)
