@@ -140,6 +140,7 @@ def test_llama_cpp_computes_what_pairs_per_expert_do(make_model_folder, tmp_path
     assert_same_log_probs(lambda ids: reference(ids).logits, server, allowed, num_tokens=8, at_least=1)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("family", "names"), [(family, names) for family, names in WITHOUT.items() if family != "llama4_text"]
 )

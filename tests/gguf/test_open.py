@@ -60,6 +60,7 @@ def file(tmp_path) -> Path:
     return tmp_path / "model.gguf"
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("case", [case for case in FAMILIES if case != "bamba"])
 @torch.no_grad()
 def test_an_exported_model_comes_back_unchanged(case, make_model_folder, file):
@@ -280,6 +281,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "case",
     ["mimo_v2_flash", "gemma4_text", "nemotron_h/experts", "qwen3_5_moe_text", "deepseek_v3", "phi3/long", "apertus"],

@@ -62,6 +62,7 @@ def test_values_and_gradients_equal_the_plain_computation(frozen: Any, terms: An
         assert torch.equal(linear_log_probs(**given, chunk_tokens=chunk_tokens, **terms), log_probs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("frozen", [(), pytest.param(("weight",), marks=pytest.mark.long)], ids=str)
 def test_compiled_it_equals_the_plain_computation(frozen: Any) -> None:
     torch._dynamo.reset()

@@ -219,6 +219,7 @@ def test_two_settings_compose_or_are_refused(pair: tuple[str, str], late_links: 
     check(pair, recipe_steps({**first, **second}), max(ROUNDING.get(name, 0.02) for name in pair))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", COMPILED, ids=" + ".join)
 def test_compiled_layers_compose(names: tuple[str, ...], late_links: None, without_codegen: None) -> None:
     settings = {key: value for name in names for key, value in SETTINGS[name].items()}

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from lean_ft.models.families import FAMILIES, MULTIMODAL
-from tests.models.family_cases import CASES, LONG_CASES, SIZES
+from tests.models.family_cases import CASES, FIRST_CASES, IN_ORDER, SIZES
 from tests.models.tiny_wholes import tiny_whole
 
 # transformers has this language model without an entry in its table, because it is published inside a multimodal model.
@@ -91,19 +91,11 @@ def checkpoint(make_checkpoint: MakeCheckpoint) -> MakeCheckpoint:
     return functools.cache(lambda case, dtype=torch.float32: make_checkpoint(case, dtype=dtype))
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG_CASES)) for name in CASES])
-def case(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-FIRST_CASES = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
-
-
 @pytest.fixture(
-    params=[pytest.param(n, marks=[pytest.mark.long] * (n not in FIRST_CASES.values())) for n in CASES], name="family"
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name not in FIRST_CASES.values())) for name in IN_ORDER]
 )
-def _family(request: pytest.FixtureRequest) -> str:
-    """One case per family; the other cases are long tests."""
+def case(request: pytest.FixtureRequest) -> str:
+    """One case of each family, and further cases as long tests."""
     return request.param
 
 

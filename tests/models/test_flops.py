@@ -21,6 +21,7 @@ def counted(function, *args) -> dict:
     return counter.get_flop_counts()["Global"]
 
 
+@pytest.mark.first(3)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "case", ["deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "lfm2", "nemotron_h", "gemma4_text_experts"]

@@ -279,6 +279,7 @@ def test_a_dtype_can_be_given_by_name(folder):
             assert load_model(folder, dtype=dtype).dtype == getattr(torch, name)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's peak memory from /proc")
 def test_loading_takes_only_the_models_memory(make_checkpoint):
     # 150 MB in bfloat16, so that the heap's own few megabytes do not count.

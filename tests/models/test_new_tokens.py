@@ -78,6 +78,7 @@ def test_an_existing_token_is_refused(tokens, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], []], ids=["beside an adapter", "alone"])
 def test_new_rows_train_as_with_peft(folder, targets, tmp_path):
     peft = pytest.importorskip("peft")
@@ -160,6 +161,7 @@ FULL = ("model.dtype=float32",)
 ADAPTER = ("optimizer.in_backward=true", "optimizer.name=adamw_8bit", "clip_grad_norm=null")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", [FULL, (*ADAPTER, "lora.rank=2"), (*ADAPTER, "lora.targets=[]")], ids=str)
 def test_a_model_with_new_tokens_trains_resumes_and_is_exported(settings, tmp_path):
     rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]

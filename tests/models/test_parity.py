@@ -174,6 +174,7 @@ def test_nemotron_h_limits_its_steps_as_in_training(make_checkpoint):
         assert right < 1e-4 < 1e-3 < wrong, difference
 
 
+@pytest.mark.first(20)
 def test_gradients_equal_transformers(checkpoint, case):
     folder, reference = checkpoint(case)
     model, ids = load_model(folder), token_ids(2, NUM_TOKENS)
@@ -181,11 +182,12 @@ def test_gradients_equal_transformers(checkpoint, case):
     assert_gradients_equal(gradients(model, model(ids), ids), expected)
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, family):
+@pytest.mark.first(4)
+def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
     """One draw of weights decides, unless its errors are too large: then the geometric mean of five draws does."""
-    ratios = errors_relative_to_transformers(make_checkpoint, family, seed=0)
+    ratios = errors_relative_to_transformers(make_checkpoint, case, seed=0)
     if (ratios > 1.15).any():
-        others = [errors_relative_to_transformers(make_checkpoint, family, seed) for seed in range(1, 5)]
+        others = [errors_relative_to_transformers(make_checkpoint, case, seed) for seed in range(1, 5)]
         ratios = torch.stack([ratios, *others]).log().mean(0).exp()
     assert (ratios <= 1.15).all(), ratios
 
@@ -219,6 +221,7 @@ def errors_relative_to_transformers(make_checkpoint, case: str, seed: int) -> to
     return error(1) / error(2)
 
 
+@pytest.mark.first(20)
 @torch.no_grad()
 def test_packed_documents_equal_each_alone(checkpoint, case):
     folder, reference = checkpoint(case)
@@ -238,6 +241,7 @@ def test_packed_documents_equal_each_alone(checkpoint, case):
         torch.testing.assert_close(changed[30:], packed[30:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.first(10)
 @torch.no_grad()
 def test_generation_with_the_cache_equals_without(checkpoint, case):
     folder, reference = checkpoint(case)
@@ -261,6 +265,7 @@ def test_generation_with_the_cache_equals_without(checkpoint, case):
         assert answer.log_probs == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.first(16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_path):
     source, reference = checkpoint(case, dtype)
@@ -282,9 +287,10 @@ def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_p
     assert torch.equal(logits_of(reopened, ids), logits_of(reference, ids))
 
 
+@pytest.mark.first(3)
 @torch.no_grad()
-def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, family, tmp_path):
-    source, _ = checkpoint(family)
+def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, case, tmp_path):
+    source, _ = checkpoint(case)
     rounded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     export_folder(source, tmp_path / "exported", dtype="bfloat16")
     path, ids = tmp_path / "exported", token_ids(1, 20)
@@ -317,6 +323,7 @@ KINDS_OF_WHOLES = [
 ]
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("is_renamed", [False, True])
 @pytest.mark.parametrize("kind", KINDS_OF_WHOLES)
 def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_renamed, tmp_path):
@@ -369,6 +376,7 @@ TYING = ["Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Gemma4", 
 TYING += [one for one in OTHER_WHOLES if one.values[0] not in RENAMED_LAYERS]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("levels", [(True, False), (False, True), (True, None)], ids=str)
 @pytest.mark.parametrize("kind", TYING)
 def test_whether_a_multimodal_model_ties_its_embeddings_is_read_as_in_transformers(kind, levels, tmp_path):
@@ -603,6 +611,7 @@ def configurations(draw, model_type: str) -> dict:
     }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("model_type", FAMILIES)
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(1, 60))

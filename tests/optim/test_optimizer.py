@@ -98,6 +98,7 @@ def test_learning_rate_zero_leaves_weights_bitwise(settings: dict[str, Any], in_
     assert same_weights(model, TinyModel())
 
 
+@pytest.mark.first(14)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(
     settings: dict[str, Any], in_backward: bool, tmp_path: Path

@@ -24,6 +24,7 @@ ADAPTED = [(family, kind, "all-linear") for family in FAMILIES for kind in ("rsl
 ADAPTED += [("llama", kind, OUTSIDE) for kind in ("lora", "dora")]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(("family", "kind", "targets"), ADAPTED, ids=str)
 def test_an_adapter_of_peft_has_its_logits_and_gradients(family, kind, targets, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
@@ -50,6 +51,7 @@ def _name(name: str) -> str:
     )
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_peft_reads_what_was_saved(kind, family, make_checkpoint, tmp_path):

@@ -200,6 +200,7 @@ TECHNIQUES = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", ["qwen3_next", "lfm2", "falcon_h1", "nemotron_h"])  # one per mixer and layout
 def test_techniques_change_no_gradient(case, hybrid):
     ids = ids_of(32, 1)
