@@ -130,6 +130,7 @@ def test_a_file_has_no_generation_tags(make_model_folder, file):
     assert load_tokenizer(file).render(CHAT)[0] == load_tokenizer(source).render(CHAT)[0]
 
 
+@pytest.mark.long
 def test_a_file_is_checked_with_transformers(make_model_folder, file, capsys):
     export_gguf(make_model_folder(tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG), file, "q8_0")
     assert leanft(["check", str(file), "--quick", "data.packing=bfd"]) == 0
@@ -148,6 +149,7 @@ def test_an_exported_folder_opens_in_transformers_with_equal_logits(make_model_f
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == load_tokenizer(source).apply_chat_template(CHAT, tokenize=False)  # fmt: skip
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4"])
 def test_values_equal_those_of_the_gguf_package(kind, make_model_folder, file, tmp_path):
     """Matrices are stored as random bytes of the kind, in whole and in parts that do not start at a block."""
@@ -445,6 +447,7 @@ USUAL = ("llama", "qwen2", "llama-bpe")
 OTHERS = [pytest.param(rule, marks=pytest.mark.long) for rule in (*ROWS, "gemma4") if rule not in USUAL]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", [*USUAL, "gemma", *OTHERS])
 def test_ids_equal_llama_cpps(kind, make_model_folder, file, shared_data):
     if kind == "llama":

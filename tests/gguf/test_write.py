@@ -309,6 +309,7 @@ class TestRefusals:
             with pytest.raises(ValueError, match=message):
                 export_gguf(make_model_folder(**settings), file)
 
+    @pytest.mark.first(8)
     @pytest.mark.parametrize(
         ("family", "settings", "message"),
         [

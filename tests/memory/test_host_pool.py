@@ -133,7 +133,7 @@ def test_every_pair_of_settings_composes_with_it() -> None:
     """The matrix of pairs once more, in a process whose every tensor of a page or more is the pool's."""
     source = "import sys, pytest, lean_ft.memory as m; m.pool_host_memory(4096); sys.exit(pytest.main(sys.argv[1:]))"
     pairs = str(Path(__file__).with_name("test_pairs.py"))
-    out = python(source, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pairs, "-k", "not compile")
+    out = python(source, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pairs, "-m", "", "-k", "not compile")
     assert re.search(r"\d{3} passed", out), out
 
 

@@ -151,6 +151,7 @@ def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpo
     assert sum(t.numel() for t in activations if t.dtype == torch.float32) <= 2 * 256
 
 
+@pytest.mark.long
 # gemma2 with sinks has all options of attention. The C++ compiler takes minutes, so generated code is a long test.
 @pytest.mark.parametrize(
     ("case", "backend"), [pytest.param("qwen2", "inductor", marks=pytest.mark.long), ("gemma2", "aot_eager")]

@@ -190,6 +190,7 @@ MISFITS = {
 }  # fmt: skip
 
 
+@pytest.mark.first(12)
 @pytest.mark.parametrize(
     ("method", "end", "change", "message"),
     [(method, *case) for method, cases in MISFITS.items() for case in cases],

@@ -36,9 +36,9 @@ def replace_weights(folder: Path, change) -> None:
 
 
 @pytest.fixture
-def folder(make_checkpoint, tmp_path) -> Path:
+def folder(checkpoint, tmp_path) -> Path:
     """A copy that a test may damage."""
-    return Path(shutil.copytree(make_checkpoint("qwen2_tied")[0], tmp_path / "model"))
+    return Path(shutil.copytree(checkpoint("qwen2_tied")[0], tmp_path / "model"))
 
 
 def test_a_fingerprint_does_not_depend_on_path_or_sharding(folder, make_checkpoint, tmp_path):

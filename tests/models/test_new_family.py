@@ -26,6 +26,7 @@ def configs_of(family):
     return [transformers.AutoConfig.for_model(family, **{**SIZES, **settings}).to_dict() for settings in cases]
 
 
+@pytest.mark.long
 def test_a_row_that_is_left_out_is_found_and_written(capsys, tmp_path):
     """It reads the family's configurations as the row that a person wrote."""
     expected = [decoder_config(config) for config in configs_of("olmo2")]

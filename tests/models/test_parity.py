@@ -182,7 +182,7 @@ def test_gradients_equal_transformers(checkpoint, case):
     assert_gradients_equal(gradients(model, model(ids), ids), expected)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(3)
 def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
     """One draw of weights decides, unless its errors are too large: then the geometric mean of five draws does."""
     ratios = errors_relative_to_transformers(make_checkpoint, case, seed=0)
@@ -241,7 +241,7 @@ def test_packed_documents_equal_each_alone(checkpoint, case):
         torch.testing.assert_close(changed[30:], packed[30:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.first(10)
+@pytest.mark.first(8)
 @torch.no_grad()
 def test_generation_with_the_cache_equals_without(checkpoint, case):
     folder, reference = checkpoint(case)
@@ -265,7 +265,7 @@ def test_generation_with_the_cache_equals_without(checkpoint, case):
         assert answer.log_probs == pytest.approx(expected, abs=2e-4)
 
 
-@pytest.mark.first(16)
+@pytest.mark.first(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_path):
     source, reference = checkpoint(case, dtype)
@@ -287,7 +287,7 @@ def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_p
     assert torch.equal(logits_of(reopened, ids), logits_of(reference, ids))
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @torch.no_grad()
 def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, case, tmp_path):
     source, _ = checkpoint(case)

@@ -166,6 +166,7 @@ def test_quantized_weights_compute_what_dequantized_ones_do(
         assert torch.equal(value, results[1][name]), name
 
 
+@pytest.mark.long
 def test_gpt_oss_in_4_bits_trains_as_transformers_and_peft_do(make_checkpoint, tmp_path):
     """With dequantized weights there: logits, and 20 steps. PEFT opens the trained adapter, and a merge computes the same."""
     folder, base = quantized_folder(make_checkpoint, "gpt_oss", "mxfp4", tmp_path / "base")

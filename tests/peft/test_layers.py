@@ -148,6 +148,7 @@ def test_checkpointing_changes_no_gradient(case, settings, checkpointing, keeps,
         assert torch.equal(grad, results[1][name]), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "checkpointing", "backend"),
     [

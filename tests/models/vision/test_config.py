@@ -15,6 +15,7 @@ from tests.models.vision.documents import CASES, save
 DAMAGE = [None, "x", 0, {}, [1, "a"], 1e30]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma4", pytest.param("lfm2_vl", marks=pytest.mark.long)])
 def test_damaged_fields_are_refused_or_harmless(name: str, tmp_path: Path):
     file, refused = save(CASES[name], tmp_path) / "config.json", 0
