@@ -135,10 +135,9 @@ def test_value_and_gradients_equal_the_plain_computation(
     assert_gradients(given, value, expected, 1e-12)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("loss", [LOSSES[3], pytest.param(LOSSES[5], marks=pytest.mark.long)], ids=str)
+@pytest.mark.usefixtures("compiler")
 def test_compiled_it_equals_the_plain_computation(loss: Any) -> None:
-    torch._dynamo.reset()
     exact = problem()
     given = in_dtype(exact, torch.float32)
     expected = plain(exact, loss, teacher_softcap=1.1)
