@@ -89,6 +89,7 @@ def test_llama_cpp_computes_what_peft_computes(case, make_model_folder, tmp_path
 _IN_WHOLES = [case for case in WHOLES if case not in ("mistral3/mistral4", "llama4")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [case if case == "qwen3_vl" else pytest.param(case, marks=pytest.mark.long) for case in _IN_WHOLES]
 )

@@ -129,6 +129,7 @@ def test_the_converters_file_of_the_tower_fits(case, tmp_path):
     LlamaServer(tmp_path / "model.gguf", mmproj=tmp_path / "tower.gguf")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", ["glm4v", "qwen3_vl"])
 @torch.no_grad()
 def test_a_file_of_a_model_that_reads_images_comes_back_unchanged(case, tmp_path):

@@ -111,7 +111,7 @@ def test_kinds_of_a_file_are_llama_cpps(kind, part, facts, expected):
     assert {one: {layer for layer in LAYERS if found[layer] == one} for one in found} == expected
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "tied", "embedding", "output"), [
     ("q4_k_m", False, "q4_k", "q6_k"), ("q4_k_m", True, "q6_k", None), ("q4_0", False, "q4_0", "q6_k"),
     ("q8_0", True, "q8_0", None), ("mxfp4", False, "q8_0", "q8_0"), ("iq4_nl", True, "q6_k", None),

@@ -127,6 +127,7 @@ def test_a_vocabulary_of_several_slices_sums_every_one() -> None:
     assert error(weight.grad, plain(hidden, weight, labels)[2]) < 1e-6
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("accumulation", "bound"), [("float32", 3.6e-3), ("weight", 6.0e-3)])
 def test_the_bfloat16_weight_gradient_stays_within_the_stated_error(accumulation: str, bound: float) -> None:
     hidden, weight, labels = problem((1, 2048), 64, 2000, torch.bfloat16, ignored=0.0)
@@ -199,7 +200,7 @@ def test_float16_autocast_keeps_float32_weights_and_their_gradients() -> None:
     assert error(weight.grad, plain(hidden, weight, labels)[2]) < 2e-3
 
 
-@pytest.mark.parametrize("terms", [TERMS[-1], {}], ids=str)
+@pytest.mark.parametrize("terms", [TERMS[-1], pytest.param({}, marks=pytest.mark.long)], ids=str)
 @pytest.mark.usefixtures("compiler")
 def test_compiled_it_equals_the_plain_computation_for_every_length_with_one_compilation(terms: dict[str, Any]) -> None:
     counters = torch._dynamo.utils.counters
@@ -260,6 +261,7 @@ class PeakMemory(TorchDispatchMode):
         return out
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("accumulation", ["float32", "weight"])
 @pytest.mark.parametrize("num_chunks", [2, 4, 16])
 def test_peak_memory_is_a_chunk_of_logits_however_many_chunks_there_are(accumulation: str, num_chunks: int) -> None:

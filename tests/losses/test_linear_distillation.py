@@ -135,7 +135,9 @@ def test_value_and_gradients_equal_the_plain_computation(
     assert_gradients(given, value, expected, 1e-12)
 
 
-@pytest.mark.parametrize("loss", [LOSSES[3], pytest.param(LOSSES[5], marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [LOSSES[1], *(pytest.param(LOSSES[i], marks=pytest.mark.long) for i in (3, 5))], ids=str
+)
 @pytest.mark.usefixtures("compiler")
 def test_compiled_it_equals_the_plain_computation(loss: Any) -> None:
     exact = problem()
@@ -294,6 +296,7 @@ def test_bfloat16_rounds_no_worse_than_the_plain_bfloat16_computation() -> None:
         assert error(gradient, exact_gradient) < 1.2 * error(theirs, exact_gradient)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kept", [None, 8])
 @pytest.mark.parametrize("num_chunks", [2, 16])
 def test_peak_memory_is_two_chunks_of_logits_however_many_chunks_there_are(kept: int | None, num_chunks: int) -> None:

@@ -109,6 +109,7 @@ def test_bfloat16_rounds_no_worse_than_the_plain_bfloat16_computation() -> None:
         assert error(gradient, exact[name].grad) < 1.2 * error(given[name].grad, exact[name].grad)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("frozen", [(), ("weight",)], ids=str)
 @pytest.mark.parametrize("num_chunks", [2, 16])
 def test_peak_memory_is_a_chunk_of_logits_however_many_chunks_there_are(frozen: Any, num_chunks: int) -> None:

@@ -232,6 +232,7 @@ def test_compiled_layers_compose(names: tuple[str, ...], late_links: None, witho
     check(names, recipe_steps(settings, compile=True), 0.02)
 
 
+@pytest.mark.long
 def test_the_compilers_budget_composes_with_offload(late_links: None, without_codegen: None) -> None:
     settings = {"memory.activation_checkpointing": "budget", "memory.activation_budget": 0.3}
     check(("offload",), recipe_steps({**SETTINGS["offload"], **settings}, compile=True), 0.02)

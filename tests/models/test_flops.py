@@ -50,6 +50,7 @@ def test_a_mixtures_backward_is_counted_as_that_of_each_expert():
     assert found == expected > 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("corrects", [True, False])
 def test_a_states_products_are_counted_as_they_are_made(corrects):
     shape, num_keys, width, size = (2, 2 * SEGMENT), 2, 24, 40

@@ -199,6 +199,7 @@ def loss_of(model: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + balance
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_the_routers_loss_and_its_gradients_equal_transformers(make_checkpoint, case, batch):
     folder, reference = make_checkpoint(case, output_router_logits=True, router_aux_loss_coef=0.7)

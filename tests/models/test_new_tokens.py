@@ -40,6 +40,7 @@ def folder(request, make_checkpoint, tmp_path):
     return place
 
 
+@pytest.mark.first(2)
 def test_new_rows_are_the_mean_and_transformers_opens_what_is_saved(folder, tmp_path):
     cfg = ModelConfig(path=str(folder), dtype="float32", new_tokens=NEW)
     model, tokenizer, plain = load_model(cfg), load_tokenizer(cfg), load_model(folder)
@@ -78,7 +79,7 @@ def test_an_existing_token_is_refused(tokens, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], []], ids=["beside an adapter", "alone"])
 def test_new_rows_train_as_with_peft(folder, targets, tmp_path):
     peft = pytest.importorskip("peft")
@@ -126,6 +127,7 @@ def test_new_rows_train_as_with_peft(folder, targets, tmp_path):
     torch.testing.assert_close(reopened(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.first(1)
 def test_rows_of_peft_are_read_in_any_order_and_missing_rows_are_refused(folder, tmp_path):
     """PEFT's adapters may train rows of tokens that the model has."""
     peft = pytest.importorskip("peft")

@@ -376,7 +376,7 @@ TYING = ["Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Gemma4", 
 TYING += [one for one in OTHER_WHOLES if one.values[0] not in RENAMED_LAYERS]
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("levels", [(True, False), (False, True), (True, None)], ids=str)
 @pytest.mark.parametrize("kind", TYING)
 def test_whether_a_multimodal_model_ties_its_embeddings_is_read_as_in_transformers(kind, levels, tmp_path):

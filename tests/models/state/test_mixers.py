@@ -172,6 +172,7 @@ def test_a_changed_document_leaves_the_others_logits_and_gradients(case, changed
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.first(4)
 @torch.no_grad()
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_rows_that_end_leave_the_others_their_states(case, hybrid):
