@@ -148,8 +148,6 @@ def insert(root: Path, model_type: str, row: str, cases: list[str], line: str) -
     )
     tests = root / "tests"
     edit(tests / "models" / "family_cases.py", r"(?m)(?<=^CASES: )(?s:.*?)(?=^}$)", r"\g<0>" + "\n".join(cases) + "\n")
-    if "mixture=" in row:
-        edit(tests / "peft" / "conftest.py", r"(?m)^(?=# One case per family)", f'MIXTURES |= {{"{model_type}"}}\n')
     head = r"\| `model_type` \| models \| architecture \|"
     edit(root / "docs" / "families.md", rf"(?s)(?<={head}\n).*?(?=\n\n)", f"\\g<0>\n{line}")
 

@@ -17,7 +17,6 @@ import transformers
 from lean_ft.export import GGUF_KINDS, export_gguf
 from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes, quantize, read_imatrix
 from tests.export.conftest import qwen_tokenizer
-from tests.gguf.cases import CASES
 
 RANDOM = np.random.default_rng(0)
 ROWS = [torch.from_numpy(0.02 * rows).float() for rows in (RANDOM.normal(size=(16, 1024)), RANDOM.standard_t(3, size=(16, 1024)))]  # fmt: skip
@@ -196,6 +195,7 @@ def test_wrong_counts_of_an_importance_matrix_are_refused_at_once(content, tmp_p
     assert time.process_time() - started < 2
 
 
+@pytest.mark.long
 def test_importance_from_either_format_makes_the_errors_of_inputs_smaller(calibrated, tmp_path):
     source, sums = calibrated
     files = [tmp_path / f"{name}.gguf" for name in ("plain", "file", "legacy")]
@@ -214,11 +214,9 @@ def test_importance_from_either_format_makes_the_errors_of_inputs_smaller(calibr
 
 
 @pytest.mark.long
-def test_keys_of_layers_that_share_others_need_no_importance(make_model_folder, tmp_path):
-    name, settings = CASES["gemma3n_text"]
-    source = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings)
-    export_gguf(source, tmp_path / "model.gguf", "f32")
-    found = {tensor.name: int(tensor.shape[0]) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+def test_keys_of_layers_that_share_others_need_no_importance(exported, tmp_path):
+    source, file = exported("gemma3n_text")
+    found = {tensor.name: int(tensor.shape[0]) for tensor in gguf.GGUFReader(file).tensors}
     sums = {
         name: torch.ones(size)
         for name, size in found.items()

@@ -123,6 +123,7 @@ def test_the_second_step_finds_its_pages_and_the_peak_is_what_was_alive() -> Non
     assert faults < unpooled_faults / 5
 
 
+@pytest.mark.long
 def test_unusable_memory_is_returned_before_more_is_taken_and_threads_do_not_share() -> None:
     peak, most_alive = map(int, python(GROWING).split())
     assert peak < most_alive + 16 * MEBIBYTE

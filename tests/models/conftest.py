@@ -1,6 +1,7 @@
 """Random tiny checkpoints made by transformers, with transformers' model of each as the reference."""
 
-import functools
+import copy
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,29 +67,42 @@ def own_families() -> Iterator[None]:
     FAMILIES.update(before)
 
 
-@pytest.fixture(scope="session")
-def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """A function that saves a case as a new folder and returns the folder and transformers' model of it."""
+_MADE: dict[tuple[str, ...], tuple[Path, Reference]] = {}
 
-    def make(case: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any):
+
+def _made_once(
+    folders: pytest.TempPathFactory, case: str, seed: int, dtype: torch.dtype, overrides: dict[str, Any]
+) -> tuple[Path, Reference]:
+    key = (case, str(seed), str(dtype), repr(sorted(overrides.items())))
+    if key not in _MADE:
         model_type, settings = CASES[case]
-        model = reference_model(model_type, {**settings, **overrides}, seed)
-        folder = tmp_path_factory.mktemp(case)
+        folder, model = folders.mktemp(case), reference_model(model_type, {**settings, **overrides}, seed)
         model.to(dtype)
         for name, tensor in [*model.named_buffers(), *model.named_parameters()]:  # as from_pretrained does
             if any(kept in name for kept in (*(model._keep_in_fp32_modules_strict or ()), "gate.wg.")):
                 tensor.data = tensor.float()
         model.save_pretrained(folder)
-        # Read back, because `to` also rounded the rotary frequencies.
-        return folder, type(model).from_pretrained(folder, dtype=dtype).eval()
-
-    return make
+        if dtype != torch.float32:  # read it back, because `to` also rounded the rotary frequencies
+            model = type(model).from_pretrained(folder, dtype=dtype).eval()
+        _MADE[key] = folder, model
+    return _MADE[key]
 
 
 @pytest.fixture(scope="session")
-def checkpoint(make_checkpoint: MakeCheckpoint) -> MakeCheckpoint:
-    """As `make_checkpoint`, made once per case and dtype for all tests, which must change neither folder nor model."""
-    return functools.cache(lambda case, dtype=torch.float32: make_checkpoint(case, dtype=dtype))
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """A function that returns a case's folder and transformers' model, made once for all tests, which must change neither."""
+    return lambda case, dtype=torch.float32: _made_once(tmp_path_factory, case, 0, dtype, {})
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """A function that returns a case's folder and transformers' model, as copies that a test may change."""
+
+    def make(case: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any):
+        folder, model = _made_once(tmp_path_factory, case, seed, dtype, overrides)
+        return Path(shutil.copytree(folder, tmp_path_factory.mktemp(case) / "model")), copy.deepcopy(model)
+
+    return make
 
 
 @pytest.fixture(

@@ -186,6 +186,7 @@ def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint, c
     assert samples == sample(build(), [[1, 2, 3], [4]], Sampling(12))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", ["qwen2", "gemma3_text"])
 def test_random_weights_are_drawn_as_transformers_draws_them(make_checkpoint, case):
     folder, _ = make_checkpoint(case, hidden_size=192, initializer_range=0.05)

@@ -19,7 +19,7 @@ from tests.models.conftest import make_checkpoint
 __all__ = ["make_checkpoint"]
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("most_bytes", [0, 10_000, 1e9])
 @pytest.mark.parametrize("case", ["qwen2", "llama_biases", "llama_wide_heads_tied"])

@@ -115,7 +115,7 @@ def test_recorded_experts_replace_the_routers_choice(mixture):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 def test_compiled_it_is_one_graph_with_the_same_numbers(mixture):
     torch._dynamo.reset()
     x = tokens(3, 8)

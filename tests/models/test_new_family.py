@@ -39,7 +39,6 @@ def test_a_row_that_is_left_out_is_found_and_written(capsys, tmp_path):
     files = [
         "lean_ft/models/families/dense.py",
         "tests/models/family_cases.py",
-        "tests/peft/conftest.py",
         "docs/families.md",
     ]
     for file in files:
@@ -87,7 +86,7 @@ def test_a_type_without_a_search_has_one_line(model_type, message):
     assert message in exited.value.code and "\n" not in exited.value.code
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", ["gpt_neo", "mamba2", "zamba2", "beam"])
 def test_fields_that_must_suit_the_sizes_do(model_type, capsys):
     search = new_family.Search(model_type)

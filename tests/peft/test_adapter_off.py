@@ -39,6 +39,7 @@ def test_off_it_is_the_model_without_one(
     assert (on - off).norm() > 0.1 * off.norm()
 
 
+@pytest.mark.long
 def test_compiled_code_checks_whether_the_adapter_is_on() -> None:
     torch._dynamo.reset()
     plain, adapted = load_model("tiny"), load_model("tiny")

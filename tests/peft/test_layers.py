@@ -129,7 +129,7 @@ SETTINGS = [{}, {"dora": True}, {"dropout": 0.3}, {"quantize": "nf4"}, {"init": 
 CHECKPOINTED = [("llama_biases", settings, *kind) for settings in SETTINGS for kind in TECHNIQUES]
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("case", "settings", "checkpointing", "keeps"), [*CHECKPOINTED, ("olmoe", {}, "full", "attention")], ids=str
 )

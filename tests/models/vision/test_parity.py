@@ -30,7 +30,8 @@ from tests.models.vision.documents import (
     their_greedy_tokens,
 )
 
-QUICK = ("qwen3_vl", "gemma3", "lfm2_vl")  # others run as long tests, but for logits and gradients
+TOWERS = ("qwen3_vl", "gemma3", "lfm2_vl", "mistral3", "gemma4", "gemma4_unified", "smolvlm", "qwen2_5_vl")
+QUICK = TOWERS[:3]  # others run as long tests, but for logits and gradients
 BATCHES = [
     pytest.param(counts, packed, marks=[pytest.mark.long] * (counts != [1, 0, 2] or not packed))
     for counts in COUNTS
@@ -56,7 +57,9 @@ def model(folder: Path) -> Decoder:
 
 
 @pytest.mark.parametrize(("counts", "packed"), BATCHES, ids=str)
-@pytest.mark.parametrize("case", CASES, indirect=True)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.long] * (name not in TOWERS)) for name in CASES], indirect=True
+)
 def test_logits_and_gradients(case: Case, model: Decoder, counts: list[int], packed: bool):
     of_logits, of_gradients = differences(case, model, draw_all(case, counts), packed=packed)
     assert of_logits <= case.tolerance
