@@ -55,10 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-MARKED = [
-    case if case in ("qwen2/uneven", "qwen3_moe/experts") else pytest.param(case, marks=pytest.mark.long)
-    for case in CASES
-]
+MARKED = [pytest.param(case, marks=[pytest.mark.long] * (case != "qwen2/uneven")) for case in CASES]
 
 
 @pytest.mark.parametrize("case", MARKED)

@@ -159,7 +159,7 @@ def round_inputs(model: torch.nn.Module, file: Path) -> None:
             module.register_forward_pre_hook(lambda module, inputs, block=block: (in_8_bits(inputs[0], block),))
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "hidden_size"), [
     *((kind, 256) for kind in ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl", "mxfp4")), ("q4_k_m", 96), ("q5_k_m", 96),
 ])  # fmt: skip

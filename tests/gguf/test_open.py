@@ -281,19 +281,10 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
-    [
-        "gpt2",
-        "phi3/long",
-        "mimo_v2_flash",
-        "gemma4_text",
-        "nemotron_h/experts",
-        "qwen3_5_moe_text",
-        "deepseek_v3",
-        "apertus",
-    ],
+    ["phi3/long", "mimo_v2_flash", "gemma4_text", "nemotron_h/experts", "qwen3_5_moe_text", "deepseek_v3", "apertus"],
 )
 def test_any_metadata_is_read_or_refused(case, exported, tmp_path, monkeypatch):
     """Every value in turn is missing, of another type, or absurd: an error message, or another model."""
@@ -452,11 +443,10 @@ ROWS |= {f"{names} as published": rule for rule, names in PRE_TOKENIZERS.items()
 ALL = ("llama", "gemma", "gemma4", *ROWS)
 
 
-# By default for a sample of the texts.
 @pytest.mark.parametrize(
-    ("kind", "step"), [("qwen2", 25), *(pytest.param(kind, 1, marks=pytest.mark.long) for kind in ALL)]
+    ("kind", "of_all_scripts"), [("qwen2", False), *(pytest.param(kind, True, marks=pytest.mark.long) for kind in ALL)]
 )
-def test_ids_equal_llama_cpps(kind, step, make_model_folder, file, shared_data):
+def test_ids_equal_llama_cpps(kind, of_all_scripts, make_model_folder, file, shared_data, texts):
     if kind == "llama":
         pieces = shared_data / "tokenizers" / "llama2_sentencepiece.model"
         source = make_model_folder(tokenizer=pieces, tokenizer_config=SPM, vocab_size=32_000, hidden_size=32)
@@ -472,7 +462,7 @@ def test_ids_equal_llama_cpps(kind, step, make_model_folder, file, shared_data):
         merges = [" ".join(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
         of_text = {"model": "gemma4", "merges": merges, "scores": None}
         file = edited(file, {f"tokenizer.ggml.{key}": value for key, value in of_text.items()})
-    texts = many_texts(shared_data)[::step]
+    texts = many_texts(shared_data) if of_all_scripts else texts
     found = llama_cpp_ids(file, texts)
     for path in {"llama": [file], "gemma": [source], "gemma4": [file]}.get(kind, [source, file]):
         tokenizer = load_tokenizer(path)

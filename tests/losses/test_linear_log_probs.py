@@ -62,7 +62,8 @@ def test_values_and_gradients_equal_the_plain_computation(frozen: Any, terms: An
         assert torch.equal(linear_log_probs(**given, chunk_tokens=chunk_tokens, **terms), log_probs)
 
 
-@pytest.mark.parametrize("frozen", [(), pytest.param(("weight",), marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", [(), ("weight",)], ids=str)
 @pytest.mark.usefixtures("compiler")
 def test_compiled_it_equals_the_plain_computation(frozen: Any) -> None:
     terms: Any = {"temperature": 1.3, "softcap": 0.8}

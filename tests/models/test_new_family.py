@@ -94,7 +94,7 @@ def test_fields_that_must_suit_the_sizes_do(model_type, capsys):
     assert search.defaults and "does not compute" not in capsys.readouterr().out
 
 
-@pytest.mark.first(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [

@@ -162,7 +162,7 @@ def test_nemotron_h_limits_its_steps_as_in_training(make_checkpoint):
         assert right < 1e-4 < 1e-3 < wrong, difference
 
 
-@pytest.mark.first(20)
+@pytest.mark.first(14)
 def test_gradients_equal_transformers(checkpoint, case):
     folder, reference = checkpoint(case)
     model, ids = load_model(folder), token_ids(2, NUM_TOKENS)
@@ -209,7 +209,7 @@ def errors_relative_to_transformers(make_checkpoint, case: str, seed: int) -> to
     return error(1) / error(2)
 
 
-@pytest.mark.first(20)
+@pytest.mark.first(14)
 @torch.no_grad()
 def test_packed_documents_equal_each_alone(checkpoint, case):
     folder, reference = checkpoint(case)
