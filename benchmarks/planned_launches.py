@@ -47,9 +47,9 @@ def settings() -> list[dict[str, Any]]:
         for compiled in (True, False)
     ]
     sys.path.insert(0, str(ROOT))
-    from tests.models.family_cases import CASES, LONG_CASES
+    from tests.models.family_cases import FIRST_CASES
 
-    families = [name for name in CASES if name not in LONG_CASES]
+    families = FIRST_CASES.values()
     return rows + [{"label": name, "recipe": FULL, "preset": None, "compiled": False} for name in families]
 
 

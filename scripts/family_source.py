@@ -147,11 +147,7 @@ def insert(root: Path, model_type: str, row: str, cases: list[str], line: str) -
         [sys.executable, "-m", "ruff", "check", "-q", "--no-cache", "--fix", "--select", "I", families / f"{file}.py"]
     )
     tests = root / "tests"
-    long_case = f'    "{model_type}_others",\n'
-    edit(tests / "models" / "family_cases.py", r"(?ms)(?<=^LONG_CASES = \{).*?(?=^\})", rf"\g<0>{long_case}")
     edit(tests / "models" / "family_cases.py", r"(?m)(?<=^CASES: )(?s:.*?)(?=^}$)", r"\g<0>" + "\n".join(cases) + "\n")
-    if "mixture=" in row:
-        edit(tests / "peft" / "conftest.py", r"(?m)^(?=# One case per family)", f'MIXTURES |= {{"{model_type}"}}\n')
     head = r"\| `model_type` \| models \| architecture \|"
     edit(root / "docs" / "families.md", rf"(?s)(?<={head}\n).*?(?=\n\n)", f"\\g<0>\n{line}")
 

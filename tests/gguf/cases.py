@@ -227,6 +227,7 @@ FAMILIES = CASES | {
     # Only layers with a window have positions, even if the window is longer than the context.
     "cohere2/long_window": ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 4096, "pad_token_id": 0}),
     "qwen2/rope": ("Qwen2", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "gpt_oss/published": ("GptOss", CASES["gpt_oss"][1] | {"rope_parameters": YARN | {"truncate": False}}),
 }
-# As every published model.
-FAMILIES["gpt_oss"] = ("GptOss", CASES["gpt_oss"][1] | {"rope_parameters": YARN | {"truncate": False}})
+# Of each kind of file one: reordered rows, stacked experts, divisors as tensors, states, transposed matrices, latents.
+QUICK = ("llama", "qwen3_moe", "phi3/long", "qwen3_5_text", "gpt2", "deepseek_v2")

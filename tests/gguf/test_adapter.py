@@ -22,7 +22,7 @@ from lean_ft.peft import apply_lora, save_adapter
 from lean_ft.settings import LoRAConfig
 from tests.export.conftest import qwen_tokenizer
 from tests.gguf.cases import CASES as MODELS
-from tests.gguf.cases import GRANITE
+from tests.gguf.cases import GRANITE, QUICK
 from tests.gguf.converter import WHOLES, write_folder
 from tests.gguf.llama_server import LlamaServer
 from tests.gguf.test_llama_cpp import assert_same_log_probs, tolerance
@@ -55,8 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-QUICK = ("llama", "phi3", "gemma2", "qwen2/uneven", "qwen2/rslora", "granite/tables", "qwen3_moe/experts")
-MARKED = [case if case in QUICK else pytest.param(case, marks=pytest.mark.long) for case in CASES]
+MARKED = [pytest.param(case, marks=[pytest.mark.long] * (case != "qwen2/uneven")) for case in CASES]
 
 
 @pytest.mark.parametrize("case", MARKED)
@@ -89,6 +88,7 @@ def test_llama_cpp_computes_what_peft_computes(case, make_model_folder, tmp_path
 _IN_WHOLES = [case for case in WHOLES if case not in ("mistral3/mistral4", "llama4")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", [case if case == "qwen3_vl" else pytest.param(case, marks=pytest.mark.long) for case in _IN_WHOLES]
 )
@@ -128,24 +128,24 @@ def test_an_adapter_equals_the_converters(case, tmp_path):
         np.testing.assert_allclose(values, tensors[1][name], atol=1e-6, err_msg=name)
 
 
-def test_llama_cpp_computes_what_pairs_per_expert_do(make_model_folder, tmp_path):
-    family, settings = MODELS["qwen3_moe"]
-    source = make_model_folder(family, tokenizer=qwen_tokenizer(), **settings)
+@pytest.mark.long
+def test_llama_cpp_computes_what_pairs_per_expert_do(exported, tmp_path):
+    source, file = exported("qwen3_moe")
     adapter, merged = write_adapter(source, tmp_path / "adapter", even=False)
     export_gguf_adapter(adapter, tmp_path / "adapter.gguf", "f32")
-    export_gguf(source, tmp_path / "base.gguf", "f32")
-    server = LlamaServer(tmp_path / "base.gguf", tmp_path / "adapter.gguf")
+    server = LlamaServer(file, tmp_path / "adapter.gguf")
     reference = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     allowed = tolerance("qwen3_moe/experts")
     assert_same_log_probs(lambda ids: reference(ids).logits, server, allowed, num_tokens=8, at_least=1)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("family", "names"), [(family, names) for family, names in WITHOUT.items() if family != "llama4_text"]
+    ("family", "names"),
+    [(family, WITHOUT[family]) for family in sorted(WITHOUT, key=[*QUICK, *MODELS].index) if family != "llama4_text"],
 )
-def test_layers_to_which_llama_cpp_applies_no_adapter(family, names, make_model_folder, tmp_path):
-    name, settings = MODELS[family]
-    source = make_model_folder(name, **settings)
+def test_layers_to_which_llama_cpp_applies_no_adapter(family, names, exported, tmp_path):
+    source, _ = exported(family)
     for target in names - ({"out_proj"} if family in ("falcon_h1", "nemotron_h") else set()):
         model = load_model(source)
         target = f"altup_projections.{target}" if target.isdigit() else target

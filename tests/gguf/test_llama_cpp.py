@@ -89,14 +89,11 @@ def test_fields_that_config_json_leaves_out(make_model_folder, tmp_path):
     export_gguf(source, tmp_path / "model.gguf", "f32")
 
 
-# EXAONE 4 has windows only with 64 layers.
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] * (c == "exaone4")) for c in CASES])
-def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
-    family, (name, settings) = case.partition("/")[0], CASES[case]
-    source = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings)
-    export_gguf(source, tmp_path / "model.gguf", "f32")
-    model, server = load_model(source), LlamaServer(tmp_path / "model.gguf")
-    assert model.source.config["model_type"] == family
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] * (c != "llama")) for c in CASES])
+def test_llama_cpp_computes_the_same(case, exported):
+    source, file = exported(case)
+    model, server = load_model(source), LlamaServer(file)
+    assert model.source.config["model_type"] == case.partition("/")[0]
     assert_same_log_probs(model, server, tolerance(case))
 
 
@@ -107,10 +104,9 @@ def test_llama_cpp_computes_the_same(case, make_model_folder, tmp_path):
     + ["exaone4/no_windows"],
 )
 @torch.no_grad()
-def test_llama_cpp_reads_every_kind(case, make_model_folder, tmp_path):
+def test_llama_cpp_reads_every_kind(case, exported, tmp_path):
     """Its log-probabilities are nearer to those of the rounded weights than to those of the model."""
-    name, settings = CASES[case]
-    source, file = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings), tmp_path / "model.gguf"
+    (source, _), file = exported(case), tmp_path / "model.gguf"
     for kind in GGUF_KINDS.keys() - {"f32", "f16", "bf16"}:
         export_gguf(source, file, kind, force=True)
         server, models, differences = LlamaServer(file), (load_model(file), load_model(source)), []
@@ -124,7 +120,8 @@ def test_llama_cpp_reads_every_kind(case, make_model_folder, tmp_path):
         assert rounded < max(0.2, 0.4 * whole), kind  # llama.cpp rounds inputs to 8 bits too
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-3), ("q8_0", 0.25), ("q4_k_m", 1.0)])
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "bound"), [("q8_0", 0.25), ("f32", 1e-3), ("q4_k_m", 1.0)])
 @torch.no_grad()
 def test_the_embedded_trained_model(kind, bound, tmp_path):
     """The likeliest tokens of answers that it was trained on, in bits that lose something too."""
@@ -162,6 +159,7 @@ def round_inputs(model: torch.nn.Module, file: Path) -> None:
             module.register_forward_pre_hook(lambda module, inputs, block=block: (in_8_bits(inputs[0], block),))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "hidden_size"), [
     *((kind, 256) for kind in ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl", "mxfp4")), ("q4_k_m", 96), ("q5_k_m", 96),
 ])  # fmt: skip

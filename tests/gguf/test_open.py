@@ -1,9 +1,10 @@
 """Models read from GGUF files: against the folders they were exported from, transformers, the `gguf` package and llama.cpp."""
 
-import copy
+import functools
 import json
 import os
 import re
+import shutil
 import struct
 import sys
 import time
@@ -34,7 +35,7 @@ from lean_ft.models.stored_weights import stored_tensors
 from lean_ft.system.shards import Part
 from lean_ft.tokenizers import load_tokenizer
 from tests.export.conftest import TEMPLATE, qwen_tokenizer
-from tests.gguf.cases import FAMILIES
+from tests.gguf.cases import FAMILIES, QUICK
 from tests.gguf.llama_server import LlamaServer
 from tests.hub.hub_server import Repository
 from tests.tokenizers.conftest import word_start_tokenizer
@@ -60,29 +61,26 @@ def file(tmp_path) -> Path:
     return tmp_path / "model.gguf"
 
 
-@pytest.mark.parametrize("case", [case for case in FAMILIES if case != "bamba"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.long] * (c not in QUICK)) for c in FAMILIES if c != "bamba"]
+)
 @torch.no_grad()
-def test_an_exported_model_comes_back_unchanged(case, make_model_folder, file):
-    name, settings = FAMILIES[case]
-    source = make_model_folder(name, tokenizer=qwen_tokenizer(), **copy.deepcopy(settings))
-    export_gguf(source, file, "f32")
+def test_an_exported_model_comes_back_unchanged(case, exported):
+    source, file = exported(case)
     expected, model = load_model(source), load_model(file)
     assert (model.config == expected.config) == (case not in EQUIVALENT)
     torch.testing.assert_close(model(IDS), expected(IDS), atol=1e-4, rtol=1e-4)
 
 
-def test_bamba_is_not_read(make_model_folder, file):
-    name, settings = FAMILIES["bamba"]
-    export_gguf(make_model_folder(name, tokenizer=qwen_tokenizer(), **settings), file, "f32")
+def test_bamba_is_not_read(exported):
     with pytest.raises(ValueError, match="is a Bamba model that rotates a part of each head"):
-        load_model(file)
+        load_model(exported("bamba")[1])
 
 
 @torch.no_grad()
-def test_layers_that_draft_tokens_are_skipped(make_model_folder, file):
+def test_layers_that_draft_tokens_are_skipped(exported, file):
     """A file counts them among its layers, also in lists with one number per layer."""
-    name, settings = FAMILIES["glm4_moe"]
-    export_gguf(make_model_folder(name, tokenizer=qwen_tokenizer(), **settings), file, "f32")
+    shutil.copy(exported("glm4_moe")[1], file)
     counts = {"block_count": 4, "nextn_predict_layers": 1, "attention.head_count_kv": [2, 2, 2, 2]}
     metadata = {f"glm4moe.{key}": value for key, value in counts.items()}
     other = edited(file, metadata, tensors={"blk.3.nextn.eh_proj.weight": np.ones((64, 128), np.float32)})
@@ -129,6 +127,7 @@ def test_a_file_has_no_generation_tags(make_model_folder, file):
     assert load_tokenizer(file).render(CHAT)[0] == load_tokenizer(source).render(CHAT)[0]
 
 
+@pytest.mark.long
 def test_a_file_is_checked_with_transformers(make_model_folder, file, capsys):
     export_gguf(make_model_folder(tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG), file, "q8_0")
     assert leanft(["check", str(file), "--quick", "data.packing=bfd"]) == 0
@@ -147,6 +146,7 @@ def test_an_exported_folder_opens_in_transformers_with_equal_logits(make_model_f
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == load_tokenizer(source).apply_chat_template(CHAT, tokenize=False)  # fmt: skip
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4"])
 def test_values_equal_those_of_the_gguf_package(kind, make_model_folder, file, tmp_path):
     """Matrices are stored as random bytes of the kind, in whole and in parts that do not start at a block."""
@@ -203,6 +203,7 @@ def test_a_file_of_a_repository_is_one_download(qwen_folder, file, hub_server, t
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
+@pytest.mark.long
 def test_a_lora_trains_on_a_file_in_4_bits_and_the_adapter_finds_it_again(make_model_folder, file, tmp_path, capsys):
     source = make_model_folder(tokenizer=qwen_tokenizer(), tokenizer_config=CHAT_CONFIG)
     export_gguf(source, file, "q8_0")
@@ -280,14 +281,14 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
-    ["mimo_v2_flash", "gemma4_text", "nemotron_h/experts", "qwen3_5_moe_text", "deepseek_v3", "phi3/long", "apertus"],
+    ["phi3/long", "mimo_v2_flash", "gemma4_text", "nemotron_h/experts", "qwen3_5_moe_text", "deepseek_v3", "apertus"],
 )
-def test_any_metadata_is_read_or_refused(case, make_model_folder, file, tmp_path, monkeypatch):
+def test_any_metadata_is_read_or_refused(case, exported, tmp_path, monkeypatch):
     """Every value in turn is missing, of another type, or absurd: an error message, or another model."""
-    name, settings = FAMILIES[case]
-    export_gguf(make_model_folder(name, tokenizer=qwen_tokenizer(), **copy.deepcopy(settings)), file, "f32")
+    _, file = exported(case)
     metadata, tensors = header.read_header(file)
     prefix, errors = f"{metadata['general.architecture']}.", list[str]()
     for key in [key for key in metadata if key.startswith((prefix, "xielu."))]:
@@ -405,6 +406,7 @@ def llama_cpp_ids(file: Path, texts: list[str]) -> list[list[int]]:
     return found
 
 
+@functools.cache
 def many_texts(shared_data: Path) -> list[str]:
     """2,000 texts: rows of real data, characters of every category, and letters and marks of every script, with spaces,
     digits and control tokens."""
@@ -438,13 +440,13 @@ def is_approximated(rule: str, text: str) -> bool:
 
 ROWS = {name: rule for name, rule in RULES.items() if PRE_TOKENIZERS[rule].split()[0] == name}
 ROWS |= {f"{names} as published": rule for rule, names in PRE_TOKENIZERS.items() if rule not in ROWS.values()}
-USUAL = ("llama", "qwen2", "llama-bpe")
-# Each takes seconds.
-OTHERS = [pytest.param(rule, marks=pytest.mark.long) for rule in (*ROWS, "gemma4") if rule not in USUAL]
+ALL = ("llama", "gemma", "gemma4", *ROWS)
 
 
-@pytest.mark.parametrize("kind", [*USUAL, "gemma", *OTHERS])
-def test_ids_equal_llama_cpps(kind, make_model_folder, file, shared_data):
+@pytest.mark.parametrize(
+    ("kind", "of_all_scripts"), [("qwen2", False), *(pytest.param(kind, True, marks=pytest.mark.long) for kind in ALL)]
+)
+def test_ids_equal_llama_cpps(kind, of_all_scripts, make_model_folder, file, shared_data, texts):
     if kind == "llama":
         pieces = shared_data / "tokenizers" / "llama2_sentencepiece.model"
         source = make_model_folder(tokenizer=pieces, tokenizer_config=SPM, vocab_size=32_000, hidden_size=32)
@@ -460,7 +462,7 @@ def test_ids_equal_llama_cpps(kind, make_model_folder, file, shared_data):
         merges = [" ".join(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
         of_text = {"model": "gemma4", "merges": merges, "scores": None}
         file = edited(file, {f"tokenizer.ggml.{key}": value for key, value in of_text.items()})
-    texts = many_texts(shared_data)
+    texts = many_texts(shared_data) if of_all_scripts else texts
     found = llama_cpp_ids(file, texts)
     for path in {"llama": [file], "gemma": [source], "gemma4": [file]}.get(kind, [source, file]):
         tokenizer = load_tokenizer(path)

@@ -17,7 +17,6 @@ import transformers
 from lean_ft.export import GGUF_KINDS, export_gguf
 from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes, quantize, read_imatrix
 from tests.export.conftest import qwen_tokenizer
-from tests.gguf.cases import CASES
 
 RANDOM = np.random.default_rng(0)
 ROWS = [torch.from_numpy(0.02 * rows).float() for rows in (RANDOM.normal(size=(16, 1024)), RANDOM.standard_t(3, size=(16, 1024)))]  # fmt: skip
@@ -111,6 +110,7 @@ def test_kinds_of_a_file_are_llama_cpps(kind, part, facts, expected):
     assert {one: {layer for layer in LAYERS if found[layer] == one} for one in found} == expected
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "tied", "embedding", "output"), [
     ("q4_k_m", False, "q4_k", "q6_k"), ("q4_k_m", True, "q6_k", None), ("q4_0", False, "q4_0", "q6_k"),
     ("q8_0", True, "q8_0", None), ("mxfp4", False, "q8_0", "q8_0"), ("iq4_nl", True, "q6_k", None),
@@ -195,6 +195,7 @@ def test_wrong_counts_of_an_importance_matrix_are_refused_at_once(content, tmp_p
     assert time.process_time() - started < 2
 
 
+@pytest.mark.long
 def test_importance_from_either_format_makes_the_errors_of_inputs_smaller(calibrated, tmp_path):
     source, sums = calibrated
     files = [tmp_path / f"{name}.gguf" for name in ("plain", "file", "legacy")]
@@ -212,11 +213,10 @@ def test_importance_from_either_format_makes_the_errors_of_inputs_smaller(calibr
     assert errors[1] < 0.97 * errors[0]
 
 
-def test_keys_of_layers_that_share_others_need_no_importance(make_model_folder, tmp_path):
-    name, settings = CASES["gemma3n_text"]
-    source = make_model_folder(name, tokenizer=qwen_tokenizer(), **settings)
-    export_gguf(source, tmp_path / "model.gguf", "f32")
-    found = {tensor.name: int(tensor.shape[0]) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+@pytest.mark.long
+def test_keys_of_layers_that_share_others_need_no_importance(exported, tmp_path):
+    source, file = exported("gemma3n_text")
+    found = {tensor.name: int(tensor.shape[0]) for tensor in gguf.GGUFReader(file).tensors}
     sums = {
         name: torch.ones(size)
         for name, size in found.items()

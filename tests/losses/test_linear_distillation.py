@@ -135,9 +135,10 @@ def test_value_and_gradients_equal_the_plain_computation(
     assert_gradients(given, value, expected, 1e-12)
 
 
-@pytest.mark.parametrize("loss", [LOSSES[3], pytest.param(LOSSES[5], marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("loss", [LOSSES[i] for i in (1, 3, 5)], ids=str)
+@pytest.mark.usefixtures("compiler")
 def test_compiled_it_equals_the_plain_computation(loss: Any) -> None:
-    torch._dynamo.reset()
     exact = problem()
     given = in_dtype(exact, torch.float32)
     expected = plain(exact, loss, teacher_softcap=1.1)
@@ -294,6 +295,7 @@ def test_bfloat16_rounds_no_worse_than_the_plain_bfloat16_computation() -> None:
         assert error(gradient, exact_gradient) < 1.2 * error(theirs, exact_gradient)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kept", [None, 8])
 @pytest.mark.parametrize("num_chunks", [2, 16])
 def test_peak_memory_is_two_chunks_of_logits_however_many_chunks_there_are(kept: int | None, num_chunks: int) -> None:

@@ -62,9 +62,10 @@ def test_values_and_gradients_equal_the_plain_computation(frozen: Any, terms: An
         assert torch.equal(linear_log_probs(**given, chunk_tokens=chunk_tokens, **terms), log_probs)
 
 
-@pytest.mark.parametrize("frozen", [(), pytest.param(("weight",), marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", [(), ("weight",)], ids=str)
+@pytest.mark.usefixtures("compiler")
 def test_compiled_it_equals_the_plain_computation(frozen: Any) -> None:
-    torch._dynamo.reset()
     terms: Any = {"temperature": 1.3, "softcap": 0.8}
     given = problem(dtype=torch.float32)
     for name in frozen:
@@ -109,6 +110,7 @@ def test_bfloat16_rounds_no_worse_than_the_plain_bfloat16_computation() -> None:
         assert error(gradient, exact[name].grad) < 1.2 * error(given[name].grad, exact[name].grad)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("frozen", [(), ("weight",)], ids=str)
 @pytest.mark.parametrize("num_chunks", [2, 16])
 def test_peak_memory_is_a_chunk_of_logits_however_many_chunks_there_are(frozen: Any, num_chunks: int) -> None:

@@ -258,6 +258,7 @@ for given in ({"alpha": 1}, {"gamma": float("inf")}):
 """
 
 
+@pytest.mark.long
 def test_a_new_loss_is_a_function_and_a_row_of_the_settings(tmp_path: Path) -> None:
     """Names, help, defaults, checks of the settings and of the arguments, and `preference_loss` follow from them."""
     package = Path(lean_ft.__file__).parent

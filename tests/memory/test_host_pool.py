@@ -123,6 +123,7 @@ def test_the_second_step_finds_its_pages_and_the_peak_is_what_was_alive() -> Non
     assert faults < unpooled_faults / 5
 
 
+@pytest.mark.long
 def test_unusable_memory_is_returned_before_more_is_taken_and_threads_do_not_share() -> None:
     peak, most_alive = map(int, python(GROWING).split())
     assert peak < most_alive + 16 * MEBIBYTE
@@ -133,7 +134,7 @@ def test_every_pair_of_settings_composes_with_it() -> None:
     """The matrix of pairs once more, in a process whose every tensor of a page or more is the pool's."""
     source = "import sys, pytest, lean_ft.memory as m; m.pool_host_memory(4096); sys.exit(pytest.main(sys.argv[1:]))"
     pairs = str(Path(__file__).with_name("test_pairs.py"))
-    out = python(source, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pairs, "-k", "not compile")
+    out = python(source, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pairs, "-m", "", "-k", "not compile")
     assert re.search(r"\d{3} passed", out), out
 
 

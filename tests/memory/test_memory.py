@@ -98,6 +98,7 @@ def test_a_stride_below_one_is_refused() -> None:
         checkpoint_layers(Stack(), 0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_layers_share_one_compilation_and_deliver_gradients_per_layer(checkpointing: str, without_codegen) -> None:
     torch._dynamo.utils.counters.clear()

@@ -22,6 +22,7 @@ def offloaded(in_flight_bytes: int = 0, ahead_bytes: int = 2**16, **memory):
     return model, link, away
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize(("in_flight_bytes", "ahead_bytes"), [(0, 2**16), (2**16, 0)])
 def test_gradients_equal_those_of_activations_on_the_device_bitwise(

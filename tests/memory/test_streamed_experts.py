@@ -54,6 +54,7 @@ def gradients(model: Decoder) -> dict[str, torch.Tensor]:
     return {name: param.grad.cpu() for name, param in model.named_parameters() if param.grad is not None}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["as_stored", "nf4", "none"])
 @pytest.mark.parametrize("num_tiles", [0, 2])
 def test_gradients_are_bitwise_those_of_experts_on_the_device(form: str, num_tiles: int, folder: Path) -> None:

@@ -8,7 +8,7 @@ from tests.late_link import LateLink
 from tests.memory.tiny_step import tiny
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_it_computes_the_same_from_copies_that_come_late(compiled: bool) -> None:
     model = tiny(torch.bfloat16).requires_grad_(False)
     ids = torch.randint(0, 500, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -15,6 +15,7 @@ from tests.memory.tiny_step import backward, batch, relative_error, tiny
 EMBEDDING = "model.embed_tokens.weight"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("link", [None, 0, 2**30], ids=["fused", "host", "host, still leaving"])
 def test_gradients_are_those_of_autograd(link: int | None) -> None:
     model = tiny(torch.float64)

@@ -18,6 +18,7 @@ def test_bfloat16_sums_over_tiles_cost_less_than_a_second_rounding() -> None:
     assert relative_error(backward(tiled), exact) < 1.5 * relative_error(backward(plain), exact)
 
 
+@pytest.mark.first(2)
 # 96 tokens: even, uneven, and more tiles than tokens.
 @pytest.mark.parametrize(("num_tiles", "checkpointing"), [(2, "none"), (5, "full"), (100, "none")])
 def test_hooks_fire_once_with_the_whole_gradient(num_tiles: int, checkpointing: str) -> None:

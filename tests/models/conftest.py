@@ -1,6 +1,7 @@
 """Random tiny checkpoints made by transformers, with transformers' model of each as the reference."""
 
-import functools
+import copy
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import transformers
 
 from lean_ft.models.families import FAMILIES, MULTIMODAL
-from tests.models.family_cases import CASES, LONG_CASES, SIZES
+from tests.models.family_cases import CASES, FIRST_CASES, IN_ORDER, SIZES
 from tests.models.tiny_wholes import tiny_whole
 
 # transformers has this language model without an entry in its table, because it is published inside a multimodal model.
@@ -66,44 +67,49 @@ def own_families() -> Iterator[None]:
     FAMILIES.update(before)
 
 
-@pytest.fixture(scope="session")
-def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """A function that saves a case as a new folder and returns the folder and transformers' model of it."""
+_MADE: dict[tuple[str, ...], tuple[Path, Reference]] = {}
 
-    def make(case: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any):
+
+def _made_once(
+    folders: pytest.TempPathFactory, case: str, seed: int, dtype: torch.dtype, overrides: dict[str, Any]
+) -> tuple[Path, Reference]:
+    key = (case, str(seed), str(dtype), repr(sorted(overrides.items())))
+    if key not in _MADE:
         model_type, settings = CASES[case]
-        model = reference_model(model_type, {**settings, **overrides}, seed)
-        folder = tmp_path_factory.mktemp(case)
+        folder, model = folders.mktemp(case), reference_model(model_type, {**settings, **overrides}, seed)
         model.to(dtype)
         for name, tensor in [*model.named_buffers(), *model.named_parameters()]:  # as from_pretrained does
             if any(kept in name for kept in (*(model._keep_in_fp32_modules_strict or ()), "gate.wg.")):
                 tensor.data = tensor.float()
         model.save_pretrained(folder)
-        # Read back, because `to` also rounded the rotary frequencies.
-        return folder, type(model).from_pretrained(folder, dtype=dtype).eval()
+        if dtype != torch.float32:  # read it back, because `to` also rounded the rotary frequencies
+            model = type(model).from_pretrained(folder, dtype=dtype).eval()
+        _MADE[key] = folder, model
+    return _MADE[key]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """A function that returns a case's folder and transformers' model, made once for all tests, which must change neither."""
+    return lambda case, dtype=torch.float32: _made_once(tmp_path_factory, case, 0, dtype, {})
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """A function that returns a case's folder and transformers' model, as copies that a test may change."""
+
+    def make(case: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any):
+        folder, model = _made_once(tmp_path_factory, case, seed, dtype, overrides)
+        return Path(shutil.copytree(folder, tmp_path_factory.mktemp(case) / "model")), copy.deepcopy(model)
 
     return make
 
 
-@pytest.fixture(scope="session")
-def checkpoint(make_checkpoint: MakeCheckpoint) -> MakeCheckpoint:
-    """As `make_checkpoint`, made once per case and dtype for all tests, which must change neither folder nor model."""
-    return functools.cache(lambda case, dtype=torch.float32: make_checkpoint(case, dtype=dtype))
-
-
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] * (name in LONG_CASES)) for name in CASES])
-def case(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-FIRST_CASES = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
-
-
 @pytest.fixture(
-    params=[pytest.param(n, marks=[pytest.mark.long] * (n not in FIRST_CASES.values())) for n in CASES], name="family"
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name not in FIRST_CASES.values())) for name in IN_ORDER]
 )
-def _family(request: pytest.FixtureRequest) -> str:
-    """One case per family; the other cases are long tests."""
+def case(request: pytest.FixtureRequest) -> str:
+    """One case of each family, and further cases as long tests."""
     return request.param
 
 

@@ -19,69 +19,6 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Cases that run only as long tests, because their family has a short case.
-LONG_CASES = {
-    "ministral3_window_tied",
-    "olmo3_listed_windows",
-    "glm4_tied",
-    "glm_linear_rope_tied",
-    "cwm_listed_windows_tied",
-    "hyperclovax_tied_biases",
-    "granite_swa_one_base",
-    "vaultgemma_without_caps",
-    "arcee_tied_biases",
-    "nanochat_gelu_biases",
-    "jais2_tied_relu",
-    "nemotron_other_rope",
-    "olmo_tied_biases",
-    "cohere_untied_biases",
-    "stablelm_tied_biases",
-    "stablelm_parallel",
-    "seed_oss_other_biases",
-    "ernie4_5_untied_biases",
-    "hunyuan_v1_dense_tied_biases",
-    "exaone4_listed_windows",
-    "exaone4_without_windows",
-    "apertus_tied_biases",
-    "starcoder2_window_untied",
-    "phi_normed_heads",
-    "gpt_neox_one_after_the_other",
-    "persimmon_tied",
-    "gpt2_unscaled_untied",
-    "opt_untied",
-    "gpt_bigcode_heads_with_their_own_keys",
-    "cohere2_untied_biases",
-    "gemma3n_text_other_stream",
-    "gemma4_text_keys_are_values",
-    "phimoe_window_tied",
-    "qwen2_moe_some_layers",
-    "glm4_moe_groups",
-    "ernie4_5_moe_some_layers",
-    "llama4_text_listed_layers",
-    "deepseek_v3_dense",
-    "minicpm3_untied_biases",
-    "afmoe_listed_windows_tied",
-    "mimo_v2_flash_listed_layers_tied",
-    "granitemoehybrid_dense_tied",
-    "granitemoe_tied_biases",
-    "granitemoe_swa_listed_layers",
-    "lfm2_moe_untied_biases",
-    "dots1_windows_groups",
-    "solar_open_tied_biases",
-    "hunyuan_v1_moe_tied_biases",
-    "youtu_untied_biases",
-    "exaone_moe_listed_layers",
-    "flex_olmo_tied_biases",
-    "hy_v3_listed_layers",
-    "mellum_listed_layers",
-    "deepseek_v2_groups",
-    "mistral4_groups",
-    "falcon_h1_normed_biases",
-    "falcon_h1_norm_after_gate",
-    "nemotron_h_experts",
-    "flint_listed_windows_tied",
-    "kolibri1_tied",
-}
 NUM_TOKENS = 40  # length of the test texts, longer than windows and original contexts
 
 LLAMA3 = {
@@ -770,6 +707,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }
 # fmt: on
+# By family, its first case, which default tests of all families take.
+FIRST_CASES = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
+# 20 families that have between them every fact of a row, those with the most facts first. Tests that cost more than a
+# comparison of logits take as many of these by default as they can afford (`first(n)`), and all families as long tests.
+COVER = ("gemma4_text", "llama4_text", "nemotron_h", "gpt_oss", "deepseek_v2", "qwen3_next", "phimoe", "falcon_h1")
+COVER += ("llama", "lfm2_moe", "gemma3n_text", "mimo_v2_flash", "granitemoehybrid", "nanochat", "gpt_bigcode", "flint")
+COVER += ("vaultgemma", "qwen3_5_text", "kolibri1", "ernie4_5_moe")
+IN_ORDER = tuple(dict.fromkeys((*COVER, *FIRST_CASES.values(), *CASES)))  # so that `first` takes the cover
 
 
 def with_all_experts(case: str) -> dict[str, float]:

@@ -151,6 +151,7 @@ def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpo
     assert sum(t.numel() for t in activations if t.dtype == torch.float32) <= 2 * 256
 
 
+@pytest.mark.long
 # gemma2 with sinks has all options of attention. The C++ compiler takes minutes, so generated code is a long test.
 @pytest.mark.parametrize(
     ("case", "backend"), [pytest.param("qwen2", "inductor", marks=pytest.mark.long), ("gemma2", "aot_eager")]
@@ -185,6 +186,7 @@ def test_a_compiled_checkpointed_layer_has_the_same_gradients(make_checkpoint, c
     assert samples == sample(build(), [[1, 2, 3], [4]], Sampling(12))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", ["qwen2", "gemma3_text"])
 def test_random_weights_are_drawn_as_transformers_draws_them(make_checkpoint, case):
     folder, _ = make_checkpoint(case, hidden_size=192, initializer_range=0.05)

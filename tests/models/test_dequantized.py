@@ -73,6 +73,7 @@ def in_8_bits(block):
     return replace
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("block", [BLOCK, None, [20, 12]], ids=["blocks", "one scale", "blocks that do not divide"])
 def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_checkpoint, tmp_path, strips):
     folder, _ = make_checkpoint("qwen3_moe", dtype=torch.bfloat16, **SIZES)
@@ -189,6 +190,7 @@ MISFITS = {
 }  # fmt: skip
 
 
+@pytest.mark.first(12)
 @pytest.mark.parametrize(
     ("method", "end", "change", "message"),
     [(method, *case) for method, cases in MISFITS.items() for case in cases],

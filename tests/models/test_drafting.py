@@ -67,6 +67,7 @@ def with_drafting(folder: Path, case: str, **tensors: torch.Tensor) -> dict[str,
     return added
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_their_tensors_are_copied_as_they_are(case, make_folder, tmp_path):
     folder = make_folder(case)
@@ -95,6 +96,7 @@ def test_their_tensors_are_copied_as_they_are(case, make_folder, tmp_path):
     assert with_them - checkpoint_bytes(model, 0, None) == sizes
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", ["glm4_moe", "minimax_m2", "qwen3_5_text", "Qwen3_5"])
 def test_a_folder_without_them_promises_none(case, make_folder, tmp_path):
     folder = make_folder(case)

@@ -156,6 +156,7 @@ def test_absent_fields_have_transformers_defaults(family):
     assert decoder_config({"model_type": family, **sizes}) == decoder_config(said_in_full)
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_null_is_read_as_in_transformers_or_refused(family):
     sizes = {**SIZES, **REQUIRED.get(family, {})}
@@ -197,6 +198,7 @@ def test_a_config_with_the_fields_of_text_and_images_in_one(tmp_path):
 FOREIGN = [None, "x", -1, 0, 1.5, True, 10**30, float("nan"), [], [[]], ["x"], {}, {"rope_type": "x"}]
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_of_any_type_is_read_or_refused(family):
     settings = next(settings for of, settings in CASES.values() if of == family)
@@ -207,6 +209,7 @@ def test_a_field_of_any_type_is_read_or_refused(family):
                 decoder_config({**config, name: value})
 
 
+@pytest.mark.first(12)
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_fields_that_a_multimodal_config_leaves_out_have_transformers_defaults(name):
     """Also the sizes of a language model, which the first LLaVA models leave out."""

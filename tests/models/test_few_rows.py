@@ -19,6 +19,7 @@ from tests.models.conftest import make_checkpoint
 __all__ = ["make_checkpoint"]
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("most_bytes", [0, 10_000, 1e9])
 @pytest.mark.parametrize("case", ["qwen2", "llama_biases", "llama_wide_heads_tied"])
@@ -51,6 +52,7 @@ def test_only_long_generation_packs_weights(make_checkpoint, monkeypatch) -> Non
     assert [most > 2**20 for most in asked] == [False, True, False]
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["qwen2", "llama_wide_heads_tied", "phimoe", "deepseek_v3", "gemma4_text", "bamba"])
 @pytest.mark.parametrize("adapter", [False, True])

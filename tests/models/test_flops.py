@@ -21,6 +21,7 @@ def counted(function, *args) -> dict:
     return counter.get_flop_counts()["Global"]
 
 
+@pytest.mark.first(3)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "case", ["deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "lfm2", "nemotron_h", "gemma4_text_experts"]
@@ -49,6 +50,7 @@ def test_a_mixtures_backward_is_counted_as_that_of_each_expert():
     assert found == expected > 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("corrects", [True, False])
 def test_a_states_products_are_counted_as_they_are_made(corrects):
     shape, num_keys, width, size = (2, 2 * SEGMENT), 2, 24, 40

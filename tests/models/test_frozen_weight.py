@@ -86,6 +86,7 @@ def test_a_mixture_multiplies_quantized_stacks_and_keeps_nothing_dense(input_fir
     assert kept[0] == kept[1]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["float8", "mxfp4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_compiled_code_expands_the_same_numbers(kind, dtype):

@@ -36,9 +36,9 @@ def replace_weights(folder: Path, change) -> None:
 
 
 @pytest.fixture
-def folder(make_checkpoint, tmp_path) -> Path:
+def folder(checkpoint, tmp_path) -> Path:
     """A copy that a test may damage."""
-    return Path(shutil.copytree(make_checkpoint("qwen2_tied")[0], tmp_path / "model"))
+    return Path(shutil.copytree(checkpoint("qwen2_tied")[0], tmp_path / "model"))
 
 
 def test_a_fingerprint_does_not_depend_on_path_or_sharding(folder, make_checkpoint, tmp_path):
@@ -279,12 +279,16 @@ def test_a_dtype_can_be_given_by_name(folder):
             assert load_model(folder, dtype=dtype).dtype == getattr(torch, name)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's peak memory from /proc")
-def test_loading_takes_only_the_models_memory(make_checkpoint):
+def test_loading_takes_only_the_models_memory(make_checkpoint, tmp_path):
     # 150 MB in bfloat16, so that the heap's own few megabytes do not count.
     sizes = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
     warm_up, _ = make_checkpoint("llama")
-    folders = [make_checkpoint("llama", dtype=dtype, **sizes)[0] for dtype in (torch.bfloat16, torch.float32)]
+    edit_config(large := make_checkpoint("llama")[0], **sizes, head_dim=128)
+    folders = [tmp_path / "bfloat16", tmp_path / "float32"]
+    for folder, dtype in zip(folders, (torch.bfloat16, torch.float32), strict=True):
+        save_model(load_model(large, dtype=dtype, random_init=True), folder)
     script = """
 import sys, torch
 from lean_ft.models import load_model

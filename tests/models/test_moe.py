@@ -115,6 +115,7 @@ def test_recorded_experts_replace_the_routers_choice(mixture):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_compiled_it_is_one_graph_with_the_same_numbers(mixture):
     torch._dynamo.reset()
     x = tokens(3, 8)
@@ -198,6 +199,7 @@ def loss_of(model: Decoder, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + balance
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_the_routers_loss_and_its_gradients_equal_transformers(make_checkpoint, case, batch):
     folder, reference = make_checkpoint(case, output_router_logits=True, router_aux_loss_coef=0.7)
@@ -240,6 +242,7 @@ def test_a_routers_loss_without_a_softmax_router_is_refused(make_checkpoint):
     assert load_model(folder, router_aux_loss_coef=0.0)(torch.tensor([[1, 2]]), return_router_loss=True)[1] is None
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": "full"}, {"tile_mlp": 2}], ids=str)
 @pytest.mark.parametrize("case", ["qwen3_moe_some_layers", "gpt_oss", "glm4_moe", "gemma4_text_experts"])
 def test_routing_metrics_count_each_token_of_two_micro_batches_once(make_checkpoint, batch, case, settings):
@@ -278,6 +281,7 @@ def test_routing_metrics_count_each_token_of_two_micro_batches_once(make_checkpo
     assert model.routing.take(ALONE) == {}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("case", "checkpointing", "compile"),
     [

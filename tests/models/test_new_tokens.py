@@ -40,6 +40,7 @@ def folder(request, make_checkpoint, tmp_path):
     return place
 
 
+@pytest.mark.first(2)
 def test_new_rows_are_the_mean_and_transformers_opens_what_is_saved(folder, tmp_path):
     cfg = ModelConfig(path=str(folder), dtype="float32", new_tokens=NEW)
     model, tokenizer, plain = load_model(cfg), load_tokenizer(cfg), load_model(folder)
@@ -78,6 +79,7 @@ def test_an_existing_token_is_refused(tokens, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], []], ids=["beside an adapter", "alone"])
 def test_new_rows_train_as_with_peft(folder, targets, tmp_path):
     peft = pytest.importorskip("peft")
@@ -125,6 +127,7 @@ def test_new_rows_train_as_with_peft(folder, targets, tmp_path):
     torch.testing.assert_close(reopened(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.first(1)
 def test_rows_of_peft_are_read_in_any_order_and_missing_rows_are_refused(folder, tmp_path):
     """PEFT's adapters may train rows of tokens that the model has."""
     peft = pytest.importorskip("peft")
@@ -160,6 +163,7 @@ FULL = ("model.dtype=float32",)
 ADAPTER = ("optimizer.in_backward=true", "optimizer.name=adamw_8bit", "clip_grad_norm=null")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", [FULL, (*ADAPTER, "lora.rank=2"), (*ADAPTER, "lora.targets=[]")], ids=str)
 def test_a_model_with_new_tokens_trains_resumes_and_is_exported(settings, tmp_path):
     rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]

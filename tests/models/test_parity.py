@@ -24,7 +24,8 @@ from lean_ft.models.config_json import as_its_family, language_model_config
 from lean_ft.models.families import FAMILIES, MULTIMODAL
 from tests.generation.plain_draws import samples
 from tests.models.conftest import OTHER_WHOLES, Reference, reference_model, whole_model
-from tests.models.family_cases import CASES, NUM_TOKENS, YARN, longrope, with_all_experts
+from tests.models.family_cases import CASES, NUM_TOKENS, with_all_experts
+from tests.models.random_configurations import configurations
 from tests.models.tiny_wholes import RENAMED_LAYERS, tiny_whole
 
 # The columns of the table of families by test.
@@ -40,19 +41,6 @@ COLUMNS = {
     "test_peft_reads_what_was_saved": "PEFT",
     "test_peft_reads_what_was_saved_and_a_merge_computes_the_same": "PEFT",
 }
-# Their heads have their own keys, of the hidden size's share, whatever the configuration's fields say.
-WITHOUT_ROPE_SETTINGS = ("gpt2", "gpt_bigcode", "gptj", "opt")
-WITHOUT_GROUPED_HEADS = ("gpt_neox", "persimmon", *WITHOUT_ROPE_SETTINGS)
-WITH_OWN_WINDOWED_ROPE = (
-    "gemma3_text",
-    "olmo3",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "gemma3n_text",
-    "mellum",
-    "mimo_v2_flash",
-)
-KINDS = ["full_attention", "sliding_attention"]
 BOUNDS = [0, 30, 31, 60, 80]  # documents of two packed rows of NUM_TOKENS; the first is longer than some windows
 
 
@@ -174,6 +162,7 @@ def test_nemotron_h_limits_its_steps_as_in_training(make_checkpoint):
         assert right < 1e-4 < 1e-3 < wrong, difference
 
 
+@pytest.mark.first(14)
 def test_gradients_equal_transformers(checkpoint, case):
     folder, reference = checkpoint(case)
     model, ids = load_model(folder), token_ids(2, NUM_TOKENS)
@@ -181,11 +170,12 @@ def test_gradients_equal_transformers(checkpoint, case):
     assert_gradients_equal(gradients(model, model(ids), ids), expected)
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, family):
+@pytest.mark.first(2)
+def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
     """One draw of weights decides, unless its errors are too large: then the geometric mean of five draws does."""
-    ratios = errors_relative_to_transformers(make_checkpoint, family, seed=0)
+    ratios = errors_relative_to_transformers(make_checkpoint, case, seed=0)
     if (ratios > 1.15).any():
-        others = [errors_relative_to_transformers(make_checkpoint, family, seed) for seed in range(1, 5)]
+        others = [errors_relative_to_transformers(make_checkpoint, case, seed) for seed in range(1, 5)]
         ratios = torch.stack([ratios, *others]).log().mean(0).exp()
     assert (ratios <= 1.15).all(), ratios
 
@@ -219,6 +209,7 @@ def errors_relative_to_transformers(make_checkpoint, case: str, seed: int) -> to
     return error(1) / error(2)
 
 
+@pytest.mark.first(14)
 @torch.no_grad()
 def test_packed_documents_equal_each_alone(checkpoint, case):
     folder, reference = checkpoint(case)
@@ -238,6 +229,7 @@ def test_packed_documents_equal_each_alone(checkpoint, case):
         torch.testing.assert_close(changed[30:], packed[30:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.first(7)
 @torch.no_grad()
 def test_generation_with_the_cache_equals_without(checkpoint, case):
     folder, reference = checkpoint(case)
@@ -261,6 +253,7 @@ def test_generation_with_the_cache_equals_without(checkpoint, case):
         assert answer.log_probs == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_path):
     source, reference = checkpoint(case, dtype)
@@ -282,9 +275,10 @@ def test_loading_and_saving_gives_the_same_folder(checkpoint, case, dtype, tmp_p
     assert torch.equal(logits_of(reopened, ids), logits_of(reference, ids))
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
-def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, family, tmp_path):
-    source, _ = checkpoint(family)
+def test_an_export_in_another_dtype_opens_in_transformers(checkpoint, case, tmp_path):
+    source, _ = checkpoint(case)
     rounded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     export_folder(source, tmp_path / "exported", dtype="bfloat16")
     path, ids = tmp_path / "exported", token_ids(1, 20)
@@ -317,6 +311,7 @@ KINDS_OF_WHOLES = [
 ]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("is_renamed", [False, True])
 @pytest.mark.parametrize("kind", KINDS_OF_WHOLES)
 def test_the_language_model_of_a_multimodal_model_is_loaded_and_saved(kind, is_renamed, tmp_path):
@@ -369,6 +364,7 @@ TYING = ["Gemma3", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Gemma4", 
 TYING += [one for one in OTHER_WHOLES if one.values[0] not in RENAMED_LAYERS]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("levels", [(True, False), (False, True), (True, None)], ids=str)
 @pytest.mark.parametrize("kind", TYING)
 def test_whether_a_multimodal_model_ties_its_embeddings_is_read_as_in_transformers(kind, levels, tmp_path):
@@ -418,191 +414,7 @@ def decoder_of(reference: Reference) -> Decoder:
     return model
 
 
-@st.composite
-def configurations(draw, model_type: str) -> dict:
-    """Random settings of a family."""
-    config_class = transformers.AutoConfig.for_model(model_type).__class__
-    known = set(config_class().to_dict())
-    num_kv_heads, group, half = (draw(st.integers(1, 3)) for _ in range(3))
-    num_layers = draw(st.integers(1, 3))
-    num_heads, head_dim = num_kv_heads * group, 8 * half
-    # fmt: off
-    optional = {
-        "attention_bias": st.booleans(), "mlp_bias": st.booleans(), "use_bias": st.booleans(),
-        "attention_out_bias": st.booleans(), "use_sliding_window": st.booleans(),
-        "sliding_window": st.integers(1, 30), "max_window_layers": st.integers(0, 3),
-        "attn_logit_softcapping": st.none() | st.floats(0.5, 50.0),
-        "final_logit_softcapping": st.none() | st.floats(0.5, 50.0), "query_pre_attn_scalar": st.integers(1, 300),
-        "no_rope_layer_interval": st.integers(1, 4), "attention_multiplier": st.floats(0.1, 1.0),
-        "embedding_multiplier": st.floats(0.5, 12.0), "residual_multiplier": st.floats(0.1, 1.0),
-        "logits_scaling": st.floats(0.5, 8.0), "logit_scale": st.floats(0.1, 2.0),
-        "sliding_window_pattern": st.integers(1, 3), "num_experts": st.integers(3, 6),
-        "num_local_experts": st.integers(3, 6), "num_experts_per_tok": st.integers(2, 3),
-        "moe_intermediate_size": st.integers(3, 20), "moe_num_experts": st.integers(3, 6), "moe_k": st.integers(1, 3),
-        "moe_num_shared_experts": st.integers(0, 2), "moe_layer_start_index": st.integers(0, 1),
-        "moe_layer_interval": st.integers(1, 2), "intermediate_size_mlp": st.integers(5, 60),
-        "interleave_moe_layer_step": st.integers(1, 2), "attention_chunk_size": st.integers(1, 30),
-        "floor_scale": st.integers(1, 20), "attn_scale": st.floats(0.1, 1.0),
-        "attn_temperature_tuning": st.booleans(), "norm_topk_prob": st.booleans(),
-        "decoder_sparse_step": st.integers(1, 2), "shared_expert_intermediate_size": st.integers(3, 20),
-        "qkv_bias": st.booleans(), "use_qk_norm": st.booleans(), "n_routed_experts": st.sampled_from([8, 12]),
-        "n_shared_experts": st.integers(1, 2), "n_group": st.sampled_from([1, 2]),
-        "routed_scaling_factor": st.floats(0.5, 3.0), "first_k_dense_replace": st.integers(0, 2),
-        "kv_lora_rank": st.integers(4, 20), "q_lora_rank": st.none() | st.integers(4, 20),
-        "qk_rope_head_dim": st.sampled_from([4, 10]), "qk_nope_head_dim": st.integers(3, 12),
-        "v_head_dim": st.integers(3, 24), "rope_interleave": st.booleans(), "swiglu_alpha": st.floats(0.5, 2.0),
-        "swiglu_limit": st.floats(0.3, 7.0), "linear_key_head_dim": st.integers(1, 9),
-        "linear_value_head_dim": st.integers(1, 9), "linear_conv_kernel_dim": st.integers(2, 5),
-        "conv_L_cache": st.integers(2, 5), "conv_bias": st.booleans(), "block_auto_adjust_ff_dim": st.booleans(),
-        "block_multiple_of": st.integers(1, 9), "shared_intermediate_size": st.integers(3, 40),
-        "use_qkv_bias": st.booleans(), "qk_layernorm": st.booleans(),
-        "use_parallel_residual": st.booleans(), "position_embedding_type": st.sampled_from(["rope", None]), "mamba_d_state": st.integers(1, 9),
-        "mamba_d_conv": st.integers(2, 5), "mamba_conv_bias": st.booleans(), "mamba_proj_bias": st.booleans(),
-        "mamba_rms_norm": st.booleans(), "mamba_norm_before_gate": st.booleans(), "projectors_bias": st.booleans(),
-        "ssm_multipliers": st.none() | st.lists(st.floats(0.3, 2.0), min_size=5, max_size=5),
-        "mlp_multipliers": st.none() | st.lists(st.floats(0.3, 2.0), min_size=2, max_size=2),
-        **{
-            f"{of}_multiplier": st.floats(0.3, 2.0)
-            for of in ("key", "ssm_in", "ssm_out", "attention_in", "attention_out", "lm_head")
-        },
-        "mamba_head_dim": st.integers(1, 9), "moe_shared_expert_intermediate_size": st.integers(3, 20),
-        "ssm_state_size": st.integers(1, 9), "conv_kernel": st.integers(2, 5), "use_conv_bias": st.booleans(),
-        "attention_k_eq_v": st.booleans(), "use_double_wide_mlp": st.booleans(), "enable_moe_block": st.booleans(),
-        "hidden_size_per_layer_input": st.sampled_from([0, 5]), "n_inner": st.none() | st.integers(5, 60),
-        "ffn_dim": st.integers(5, 60), "enable_bias": st.booleans(), "scale_attn_weights": st.booleans(), "multi_query": st.booleans(),
-        "layer_norm_epsilon": st.floats(1e-6, 1e-2),
-        "moe_topk": st.integers(1, 3),
-        "use_expert_bias": st.booleans(), "num_dense_layers": st.integers(0, 2),
-        "num_shared_experts": st.integers(1, 2), "router_scaling_factor": st.floats(0.5, 3.0),
-        "enable_moe_fp32_combine": st.booleans(),
-        "topk_method": st.sampled_from(["greedy", "group_limited_greedy"]),
-    }
-    # fmt: on
-    if model_type == "gemma3_text":  # transformers reads this cap and then does not apply it; we refuse it
-        del optional["attn_logit_softcapping"]
-    if model_type == "nemotron_h":  # the same of a window
-        del optional["sliding_window"]
-    if model_type == "gemma3n_text":  # transformers fails with others
-        optional |= {"hidden_size_per_layer_input": st.just(5), "final_logit_softcapping": st.floats(0.5, 50.0)}
-        optional |= {"num_kv_shared_layers": st.just(0), "altup_num_inputs": st.integers(2, 4)}
-        optional |= {"laurel_rank": st.integers(2, 9), "altup_correct_scale": st.booleans()}
-    chosen = {name: draw(values) for name, values in optional.items() if name in known}
-    activation = next(
-        (name for name in ("hidden_activation", "mlp_hidden_act", "activation_function") if name in known), "hidden_act"
-    )
-    only_one = next(chosen for family, chosen in CASES.values() if family == model_type).get(activation)
-    ropes = [{"rope_type": "default", "rope_theta": 700.0}]
-    if model_type == "phimoe":
-        chosen |= {"num_experts_per_tok": 2, "router_jitter_noise": draw(st.floats(0.01, 1.0))}
-        chosen["lm_head_bias"] = draw(st.booleans())
-        scales = {"short_mscale": 1.2, "long_mscale": 1.4, "original_max_position_embeddings": 16}
-        ropes += [{**longrope(head_dim // 2, **scales), "long_factor": longrope(head_dim // 2)["short_factor"]}]
-    elif model_type == "phi3":  # transformers takes its heads' size from the hidden size where it checks the factors
-        ropes += [longrope(head_dim // 2), longrope(head_dim // 4, partial_rotary_factor=0.5)]
-        chosen["original_max_position_embeddings"] = draw(st.sampled_from([16, 64]))
-    elif model_type == "mistral4":  # transformers fails with others
-        ropes = [{**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}]
-    elif model_type not in WITH_OWN_WINDOWED_ROPE:  # whose layers with a window have settings of their own
-        ropes += [YARN, {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0}]
-        ropes += [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 700.0}]
-    rope = draw(st.sampled_from(ropes))
-    if model_type.startswith("gemma4"):
-        chosen["num_kv_shared_layers"] = draw(st.integers(0, num_layers)) if model_type == "gemma4_text" else 0
-        num_layers += chosen["num_kv_shared_layers"]
-        kinds = draw(st.lists(st.sampled_from(KINDS), min_size=num_layers, max_size=num_layers))
-        num_own = num_layers - chosen["num_kv_shared_layers"]
-        chosen["layer_types"] = [*(kinds[i] if i < num_own else kinds[i % num_own] for i in range(num_layers))]
-        chosen["layer_types"][num_own - 1] = chosen["layer_types"][-1] = "full_attention"
-        chosen |= {"global_head_dim": 2 * draw(st.integers(2, 9)), "vocab_size_per_layer_input": 101}
-        chosen |= {"num_global_key_value_heads": draw(st.sampled_from([None, 1])), "num_experts": None}
-        if chosen.get("enable_moe_block"):
-            chosen |= {"num_experts": draw(st.integers(3, 6)), "top_k_experts": draw(st.integers(1, 3))}
-        if chosen["num_kv_shared_layers"]:  # without inputs of layers transformers fails there
-            chosen["hidden_size_per_layer_input"] = 5
-    if model_type == "mimo_v2_flash":
-        num_heads, chosen["v_head_dim"] = 2 * num_heads, draw(st.integers(1, head_dim))
-        for field, kinds in (("layer_types", KINDS), ("mlp_layer_types", ["dense", "sparse"])):
-            chosen[field] = draw(st.lists(st.sampled_from(kinds), min_size=num_layers, max_size=num_layers))
-        chosen["attention_value_scale"] = draw(st.none() | st.floats(0.3, 2.0))
-        shares = draw(st.lists(st.sampled_from([0.334, 0.5, 1.0]), min_size=2, max_size=2))
-        chosen["rope_parameters"] = {
-            kind: {**rope, "partial_rotary_factor": share} for kind, share in zip(KINDS, shares, strict=True)
-        }
-    if model_type == "afmoe":
-        chosen |= {"num_dense_layers": draw(st.integers(0, 2)), "num_shared_experts": draw(st.integers(1, 2))}
-        chosen |= {"mup_enabled": draw(st.booleans()), "route_scale": draw(st.floats(0.5, 3.0))}
-        chosen["global_attn_every_n_layers"] = draw(st.integers(1, 3))
-    if model_type == "minicpm3":
-        chosen |= {"scale_emb": draw(st.floats(0.5, 12.0)), "scale_depth": draw(st.none() | st.floats(0.3, 2.0))}
-        chosen["dim_model_base"] = draw(st.none() | st.integers(2, 99))
-    if model_type == "ministral3":
-        rope = {"original_max_position_embeddings": 16, **rope, "llama_4_scaling_beta": draw(st.floats(0.1, 1.0))}
-    if model_type not in WITH_OWN_WINDOWED_ROPE:
-        chosen["rope_parameters"] = dict(rope)
-    if "n_group" in chosen:
-        chosen["topk_group"] = draw(st.integers(1, chosen["n_group"]))
-    if "kv_lora_rank" in chosen:
-        num_heads, head_dim = num_kv_heads, chosen["qk_rope_head_dim"]
-    if model_type == "mistral4":  # transformers rounds the share of rotated features down
-        chosen["qk_nope_head_dim"], head_dim = head_dim, 2 * head_dim
-    if model_type == "ernie4_5_moe":
-        chosen["use_bias"] = False  # with them the output layer has one too, and they are refused
-    if model_type in WITHOUT_ROPE_SETTINGS:
-        del chosen["rope_parameters"]
-        chosen["rotary_dim"] = draw(st.sampled_from([head_dim // 2, head_dim]))
-    elif model_type in ("phi", *WITHOUT_GROUPED_HEADS):
-        chosen["rope_parameters"]["partial_rotary_factor"] = draw(st.sampled_from([0.5, 1.0]))
-    if model_type in ("deepseek_v2", "hy_v3", "exaone_moe"):  # their experts have biases too, and they are refused
-        chosen |= {"mlp_bias": False} if "mlp_bias" in chosen else {}
-    if model_type == "deepseek_v2":  # transformers ignores true, and fails with odd sizes
-        even = {name: 2 * chosen[name] for name in ("qk_nope_head_dim", "kv_lora_rank")}
-        chosen |= {"norm_topk_prob": False, **even}
-    if model_type == "exaone_moe":
-        chosen["layer_types"] = draw(st.lists(st.sampled_from(KINDS), min_size=num_layers, max_size=num_layers))
-        chosen["num_experts"] = draw(st.sampled_from([8, 12]))
-    if "layer_rope_theta" in known:
-        bases = draw(st.lists(st.sampled_from([0, 70.0, 700.0]), min_size=num_layers, max_size=num_layers))
-        chosen["layer_rope_theta"] = draw(st.sampled_from([None, bases]))
-    if "mlp_layer_types" in known:
-        kinds = st.lists(st.sampled_from(["dense", "sparse"]), min_size=num_layers, max_size=num_layers)
-        chosen["mlp_layer_types"] = draw(kinds)
-    if model_type == "bamba":
-        chosen["attn_layer_indices"] = [num_layers - 1]
-    elif model_type != "falcon_h1" and (mixers := FAMILIES[model_type].mixers):
-        kinds = st.sampled_from(["full_attention", *mixers, *(["mlp", "moe"] if model_type == "nemotron_h" else [])])
-        other_layers = draw(st.lists(kinds, min_size=num_layers - 1, max_size=num_layers - 1))
-        listed = "layers_block_type" if model_type == "nemotron_h" else "layer_types"
-        chosen[listed] = [*other_layers, "full_attention"]  # without one transformers' cache fails
-    if "mamba_n_heads" in known:
-        chosen |= {"mamba_n_heads": num_heads, "mamba_n_groups": draw(st.sampled_from([1, num_heads]))}
-        chosen |= {"mamba_d_ssm": None} if model_type == "falcon_h1" else {}
-    if model_type == "nemotron_h":
-        chosen |= {"mamba_num_heads": 4, "n_groups": draw(st.sampled_from([1, 2, 4]))}
-        chosen["use_bias"] &= "linear_attention" in chosen[listed]  # without a Mamba layer it has no effect: refused
-        chosen["mlp_bias"] &= "moe" not in chosen[listed]  # shared experts then have a bias: its tensors are refused
-    if "linear_num_key_heads" in known:
-        chosen["rope_parameters"]["partial_rotary_factor"] = 0.5  # of 2 turned features `dynamic` divides by 0 there
-        chosen["linear_num_key_heads"] = draw(st.integers(1, 2))
-        chosen["linear_num_value_heads"] = chosen["linear_num_key_heads"] * group
-    return {
-        **chosen,
-        activation: only_one or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"])),
-        "hidden_size": num_heads * head_dim
-        if model_type in ("phi", "phi3", "phimoe", "olmoe", "cohere2", "lfm2", "stablelm", *WITHOUT_GROUPED_HEADS)
-        else num_heads * draw(st.integers(3, 9)),
-        "head_dim": head_dim,
-        "intermediate_size": draw(st.integers(5, 60)),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "max_position_embeddings": draw(st.sampled_from([256] if model_type in WITHOUT_ROPE_SETTINGS else [20, 256])),
-        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
-        "tie_word_embeddings": draw(st.booleans())
-        and not chosen.get("lm_head_bias")
-        and model_type not in ("phi", "gptj"),
-    }
-
-
+@pytest.mark.first(1)
 @pytest.mark.parametrize("model_type", FAMILIES)
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(1, 60))

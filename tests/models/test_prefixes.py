@@ -16,13 +16,13 @@ ROW = 160  # two of these
 BOUNDS = [0, 70, 80, 150, 160, 161, 300, 300, 320]
 PREFIXES = [(0, 0), (0, 40), (0, 40), (0, 0), (7, 7), (160, 161), (0, 0), (170, 290)]
 RULES = [
+    {"with_sinks": True, "window": 70, "softcap": 1.5, "scale": 0.3},
     {},
     {"scale": 0.7},
     {"window": 2},
     {"window": 37},
     {"softcap": 0.8},
     {"with_sinks": True},
-    {"with_sinks": True, "window": 70, "softcap": 1.5, "scale": 0.3},
 ]
 
 
@@ -58,6 +58,7 @@ def by_rows(leaves: list[Tensor], cu_seqlens: Tensor, grad: Tensor, rules: dict)
     return [out, *(x for x in grads if x is not None)]
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("attend", [by_documents, by_rows], ids=["documents", "rows"])
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_it_is_attention_to_a_copy_of_the_prefix(attend, rules, monkeypatch):
@@ -104,6 +105,7 @@ def texts() -> tuple[Tensor, list[Tensor]]:
     return ids, alone
 
 
+@pytest.mark.first(5)
 def test_completions_with_a_shared_prompt_equal_each_with_its_own(checkpoint, case):
     folder, _ = checkpoint(case)
     model: Decoder = load_model(folder).double()

@@ -9,8 +9,7 @@ from lean_ft import load_model
 from lean_ft.models import save_model
 from lean_ft.models.config_json import SCORE_ARCHITECTURES
 from lean_ft.models.families import FAMILIES
-from tests.models.conftest import FIRST_CASES
-from tests.models.family_cases import NUM_TOKENS
+from tests.models.family_cases import FIRST_CASES, NUM_TOKENS
 
 
 def test_the_families_with_a_reward_model_are_those_of_transformers() -> None:
@@ -18,6 +17,7 @@ def test_the_families_with_a_reward_model_are_those_of_transformers() -> None:
     assert {family: theirs[family] for family in FAMILIES if family in theirs} == SCORE_ARCHITECTURES
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("family", SCORE_ARCHITECTURES)
 @torch.no_grad()
 def test_transformers_opens_a_new_reward_model_with_the_same_scores(family, checkpoint, tmp_path) -> None:

@@ -133,6 +133,7 @@ def test_gradients_that_are_not_finite_show_in_the_weights() -> None:
     assert param[3, 5].isnan()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_8bit_torchao"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_equals_plain_but_for_rounding_and_compiles_once(name: str, backend: str, monkeypatch) -> None:

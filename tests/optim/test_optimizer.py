@@ -90,7 +90,7 @@ def test_an_lr_ratio_that_matches_nothing_trained_is_refused_with_the_nearest() 
         build(model, {"lr_ratios": {"norm": 0.1}})
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_learning_rate_zero_leaves_weights_bitwise(settings: dict[str, Any], in_backward: bool) -> None:
     """Also with weight decay, which is multiplied by the learning rate, and stochastic rounding, which keeps exact values."""
     model = TinyModel()
@@ -98,7 +98,7 @@ def test_learning_rate_zero_leaves_weights_bitwise(settings: dict[str, Any], in_
     assert same_weights(model, TinyModel())
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(
     settings: dict[str, Any], in_backward: bool, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def moved(settings: dict[str, Any], dtype: torch.dtype, rounding: bool) -> torch
     return weight.detach().double() - start
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("settings", ROUNDED.values(), ids=ROUNDED.keys())
 def test_mean_drift_equals_float32(settings: dict[str, Any]) -> None:
     exact = moved(settings, torch.float32, False)

@@ -32,7 +32,12 @@ def streamed(
 
 
 @pytest.mark.parametrize(
-    ("in_backward", "in_flight_bytes", "part_bytes"), [(False, 0, 3000), (True, 2**30, 3000), (True, 0, 2**20)]
+    ("in_backward", "in_flight_bytes", "part_bytes"),
+    [
+        (True, 2**30, 3000),
+        pytest.param(False, 0, 3000, marks=pytest.mark.long),
+        pytest.param(True, 0, 2**20, marks=pytest.mark.long),
+    ],
 )
 def test_weights_equal_those_of_state_on_the_device_bitwise(
     settings: dict[str, Any], in_backward: bool, in_flight_bytes: int, part_bytes: int
@@ -51,6 +56,7 @@ def test_weights_equal_those_of_state_on_the_device_bitwise(
     assert bool(large) == bool([size for what, size in link.log if what == "copy"])
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_4bit"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_holds_no_more(name: str, in_backward: bool) -> None:

@@ -1,6 +1,5 @@
 """Tiny models with an adapter, ours and PEFT's as the reference."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,20 @@ from torch import Tensor, nn
 
 from lean_ft import load_model
 from lean_ft.models import Decoder
+from lean_ft.models.families import FAMILIES as ROWS
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.settings import LoRAConfig
-from tests.models.conftest import reference_model
-from tests.models.family_cases import CASES
+from tests.models.conftest import make_checkpoint
+from tests.models.family_cases import CASES, FIRST_CASES, IN_ORDER
 
-MIXTURES = {"mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "minimax_m2", "deepseek_v3", "phimoe"}
-MIXTURES |= {"qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "gemma4_text_experts", "llama4_text", "ernie4_5_moe"}
-MIXTURES |= {"granitemoe", "granitemoeshared", "granitemoe_swa", "lfm2_moe", "dots1", "solar_open", "hunyuan_v1_moe"}
-MIXTURES |= {"exaone_moe", "flex_olmo", "hy_v3", "mellum", "deepseek_v2", "mistral4", "afmoe", "mimo_v2_flash"}
-MIXTURES |= {"flint", "kolibri1"}
-# One case per family, and one with biases.
-FAMILIES = sorted({family: case for case, (family, _) in reversed(CASES.items())}.values())
-FAMILIES = [family for family in (*FAMILIES, "llama_biases", "granitemoehybrid_dense_tied") if family not in MIXTURES]
+__all__ = ["make_checkpoint"]
+
+# One case per family; Gemma 4 has experts in a case of its own, and Nemotron-H's first case has none.
+FIRST = [case for case in IN_ORDER if case in FIRST_CASES.values()]
+DENSE = ("gemma4_text", "nemotron_h")
+MIXTURES = [case for case in FIRST if ROWS[CASES[case][0]].mixture and case not in DENSE] + ["gemma4_text_experts"]
+FAMILIES = ["llama", "gpt_bigcode", *FIRST, "llama_biases", "granitemoehybrid_dense_tied"]
+FAMILIES = [case for case in dict.fromkeys(FAMILIES) if case not in MIXTURES]
 
 IDS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -70,24 +70,6 @@ def assert_peft_computes_it(model: Decoder, base: nn.Module, folder: Path, bound
     load_adapter(again, folder)
     for logits in (peft.PeftModel.from_pretrained(base, folder)(IDS).logits, again(IDS)):
         torch.testing.assert_close(logits, expected, atol=bound, rtol=bound)
-
-
-@pytest.fixture(scope="session")
-def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, nn.Module]]:
-    """A function that returns a case's folder and a copy of its transformers model, which PEFT changes in place."""
-    made: dict[str, tuple[Path, nn.Module]] = {}
-
-    def make(case: str, **settings: float) -> tuple[Path, nn.Module]:
-        key = f"{case} {sorted(settings.items())}"
-        if key not in made:
-            family, fields = CASES[case]
-            folder, model = tmp_path_factory.mktemp(case), reference_model(family, {**fields, **settings})
-            model.save_pretrained(folder)
-            made[key] = folder, model
-        folder, model = made[key]
-        return folder, copy.deepcopy(model)
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("case", "settings"), KINDS, ids=str)
 def test_off_it_is_the_model_without_one(
@@ -38,13 +39,15 @@ def test_off_it_is_the_model_without_one(
     assert (on - off).norm() > 0.1 * off.norm()
 
 
+@pytest.mark.long
 def test_compiled_code_checks_whether_the_adapter_is_on() -> None:
     torch._dynamo.reset()
     plain, adapted = load_model("tiny"), load_model("tiny")
+    for model in (plain, adapted):
+        del model.model.layers[1:]
     apply_lora(adapted, LoRAConfig.model_validate({"rank": 4}))
     randomize(adapted)
-    for layer in adapted.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
+    adapted.layers[0].compile(fullgraph=True, backend="aot_eager")
     ids = IDS[:, :16]
     with torch.no_grad():
         on = adapted(ids)

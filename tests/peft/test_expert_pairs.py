@@ -19,8 +19,8 @@ peft = pytest.importorskip("peft")
 PREFIX = "base_model.model."
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 TRANSPOSED = ("gpt_oss", "llama4_text")  # Unsloth has their experts in lists of modules, with transposed matrices
-WITH_PAIRS = [family for family in sorted(MIXTURES) if "granite" not in family]
-QUICK = {"mixtral", "deepseek_v3", "lfm2_moe", *TRANSPOSED}
+WITH_PAIRS = [family for family in MIXTURES if "granite" not in family]
+QUICK = {"mixtral", "gpt_oss"}
 MARKED = [case if case in QUICK else pytest.param(case, marks=pytest.mark.long) for case in WITH_PAIRS]
 
 
@@ -90,6 +90,7 @@ def test_pairs_per_expert_equal_a_merge_by_hand(family, make_checkpoint, tmp_pat
     assert_peft_computes_it(model, base, tmp_path / "again", 1e-4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_peft_computes_the_same(family, make_checkpoint, tmp_path):
     """With the adapter as PEFT saved it under transformers 4, and layers beside the experts under names of that time."""

@@ -26,10 +26,11 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 # One projection alone in layouts that differ: separate experts, stacks, and stacks with the input first.
-ADAPTED = [(family, EXPERTS) for family in sorted(MIXTURES)]
+ADAPTED = [(family, EXPERTS) for family in MIXTURES]
 ADAPTED += [(family, [projection]) for family in ("mixtral", "gpt_oss", "llama4_text") for projection in EXPERTS]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("family", "targets"), ADAPTED, ids=str)
 def test_an_adapter_of_peft_has_its_logits_and_gradients(family, targets, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
@@ -56,7 +57,8 @@ def test_the_default_targets_of_peft_name_routers_too(make_checkpoint, tmp_path)
     torch.testing.assert_close(model(IDS), reference(IDS).logits, atol=5e-4, rtol=5e-4)
 
 
-@pytest.mark.parametrize("family", [*sorted(MIXTURES), "qwen3_moe_some_layers", "nemotron_h_experts"])
+@pytest.mark.first(2)
+@pytest.mark.parametrize("family", [*MIXTURES, "qwen3_moe_some_layers", "nemotron_h_experts"])
 def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family)
     model = load_model(folder)
@@ -76,7 +78,8 @@ def test_peft_reads_what_was_saved_and_a_merge_computes_the_same(family, make_ch
 ROUTER_SETTINGS = cycle([{}, {"rslora": True}, {"init": "pissa"}, {"dropout": 0.1}])
 
 
-@pytest.mark.parametrize(("family", "settings"), list(zip(sorted(MIXTURES), ROUTER_SETTINGS)), ids=str)  # noqa: B905
+@pytest.mark.first(2)
+@pytest.mark.parametrize(("family", "settings"), list(zip(MIXTURES, ROUTER_SETTINGS)), ids=str)  # noqa: B905
 def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, tmp_path):
     folder, base = make_checkpoint(family, **with_all_experts(family))
     model = load_model(folder)
@@ -129,6 +132,7 @@ def quantized_folder(make_checkpoint, case, method, destination):
     return destination, base.float()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("case", "method", "quantize", "forms"), QUANTIZED, ids=str)
 def test_quantized_weights_compute_what_dequantized_ones_do(
@@ -162,6 +166,7 @@ def test_quantized_weights_compute_what_dequantized_ones_do(
         assert torch.equal(value, results[1][name]), name
 
 
+@pytest.mark.long
 def test_gpt_oss_in_4_bits_trains_as_transformers_and_peft_do(make_checkpoint, tmp_path):
     """With dequantized weights there: logits, and 20 steps. PEFT opens the trained adapter, and a merge computes the same."""
     folder, base = quantized_folder(make_checkpoint, "gpt_oss", "mxfp4", tmp_path / "base")

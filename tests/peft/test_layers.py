@@ -129,6 +129,7 @@ SETTINGS = [{}, {"dora": True}, {"dropout": 0.3}, {"quantize": "nf4"}, {"init": 
 CHECKPOINTED = [("llama_biases", settings, *kind) for settings in SETTINGS for kind in TECHNIQUES]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("case", "settings", "checkpointing", "keeps"), [*CHECKPOINTED, ("olmoe", {}, "full", "attention")], ids=str
 )
@@ -147,6 +148,7 @@ def test_checkpointing_changes_no_gradient(case, settings, checkpointing, keeps,
         assert torch.equal(grad, results[1][name]), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "checkpointing", "backend"),
     [

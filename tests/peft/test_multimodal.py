@@ -79,6 +79,7 @@ def assert_equal(logits, expected, plain):
     torch.testing.assert_close(logits, expected, atol=2e-5 * expected.abs().max().item(), rtol=0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [pytest.param(*name.values, kind, marks=name.marks) for name in NAMES for kind in CONFIGS if kind != "attention"]
@@ -110,6 +111,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [pytest.param(*name.values, kind, marks=name.marks) for name in NAMES for kind in SETTINGS]

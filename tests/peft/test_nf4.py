@@ -76,6 +76,7 @@ def test_a_quantized_model_equals_one_with_the_dequantized_weights(tiny_folder):
             assert (parameter.grad - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="compilers before torch 2.13 keep some values of a checkpointed layer"
 )

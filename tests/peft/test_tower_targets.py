@@ -36,6 +36,7 @@ def ends(model: Decoder, *, of_tower: bool) -> set[str]:
     return {name.rpartition(".")[2] for name in names if not name[-1:].isdigit()}
 
 
+@pytest.mark.first(5)
 def test_a_trained_tower_gets_the_adapters_of_peft(both: tuple[Path, nn.Module]) -> None:
     folder, theirs = both
     model = load_model(folder, images="train")
@@ -54,6 +55,7 @@ def test_a_trained_tower_gets_the_adapters_of_peft(both: tuple[Path, nn.Module])
     assert not any(name.startswith("vision.") for name in find_targets(model, ["all-linear"]))
 
 
+@pytest.mark.first(5)
 def test_a_tower_that_does_not_train_is_named(both: tuple[Path, nn.Module]) -> None:
     folder, _ = both
     frozen, none = (load_model(folder, images=images) for images in ("frozen", "none"))

@@ -1,6 +1,7 @@
 """Products of quantized weights against torchao's, and folders of `leanft quantize` opened for generation."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def written(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16):
     return model
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantized_folder_is_opened_and_generates(kind: str, tmp_path: Path) -> None:
     expected = written(kind, tmp_path / "q", torch.float32)
@@ -85,6 +87,13 @@ def test_a_quantized_folder_is_opened_and_generates(kind: str, tmp_path: Path) -
     written(kind, tmp_path / "q16")
     model, _ = open_model(tmp_path / "q16", device="cpu")
     assert all(generate(model, [question, "Hello"], tokenizer, max_new_tokens=33))
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("int8") / "q"
+    written("int8", folder)
+    return folder
 
 
 def _without_a_tensor(folder: Path) -> None:
@@ -124,8 +133,8 @@ def _with_another_kind(folder: Path) -> None:
     ],
     ids=("a missing tensor", "other scales", "another kind", "another size", "another dtype", "an adapter"),
 )
-def test_what_cannot_be_opened_is_refused(damage, settings, message: str, tmp_path: Path, monkeypatch) -> None:
-    written("int8", tmp_path / "q")
+def test_what_cannot_be_opened_is_refused(damage, settings, message: str, int8: Path, tmp_path, monkeypatch) -> None:
+    shutil.copytree(int8, tmp_path / "q")
     monkeypatch.setattr("lean_ft.generation.texts.find_finished", lambda name, *_, **__: Path(name))
     if damage is not None:
         damage(tmp_path / "q")

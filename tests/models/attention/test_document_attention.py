@@ -128,6 +128,7 @@ def test_other_documents_never_change_a_bit():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("longest", "num_packings", "bound"), [(300, 30, 21), (4096, 2, 150)])
 def test_products_have_few_shapes_for_any_document_lengths(longest, num_packings, bound, monkeypatch):
     seen, multiply = set(), torch.bmm

@@ -37,6 +37,7 @@ def exactly(leaves, grad, **rules) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out, exact, grad.double())]
 
 
+@pytest.mark.first(9)
 @pytest.mark.parametrize("block_scores", [2**23, 2 * 6 * 129 * 7])
 @pytest.mark.parametrize(
     "rules",

@@ -15,20 +15,21 @@ from tests.models.vision.documents import CASES, save
 DAMAGE = [None, "x", 0, {}, [1, "a"], 1e30]
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4", pytest.param("lfm2_vl", marks=pytest.mark.long)])
-def test_damaged_fields_are_refused_or_harmless(name: str, tmp_path: Path):
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4", "lfm2_vl"])
+@pytest.mark.parametrize("where", ["vision_config", ""])
+def test_damaged_fields_are_refused_or_harmless(where: str, name: str, tmp_path: Path):
     file, refused = save(CASES[name], tmp_path) / "config.json", 0
     whole = json.loads(file.read_text())
-    for where in ("", "vision_config"):
-        for field in whole[where] if where else whole:
-            for value in DAMAGE:
-                changed = {field: value} if not where else {where: {**whole[where], field: value}}
-                file.write_text(json.dumps(whole | changed))
-                try:
-                    empty_model(tmp_path, torch.float32, images=True)
-                except ValueError:
-                    refused += 1
-    assert refused > 50
+    for field in whole[where] if where else whole:
+        for value in DAMAGE:
+            changed = {field: value} if not where else {where: {**whole[where], field: value}}
+            file.write_text(json.dumps(whole | changed))
+            try:
+                empty_model(tmp_path, torch.float32, images=True)
+            except ValueError:
+                refused += 1
+    assert refused > (45 if where else 10)
 
 
 @pytest.mark.parametrize("name", VISION_FAMILIES)

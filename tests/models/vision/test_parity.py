@@ -30,8 +30,18 @@ from tests.models.vision.documents import (
     their_greedy_tokens,
 )
 
+TOWERS = ("qwen3_vl", "gemma3", "lfm2_vl", "mistral3", "gemma4", "gemma4_unified", "smolvlm", "qwen2_5_vl")
+QUICK = TOWERS[:3]  # others run as long tests, but for logits and gradients
+BATCHES = [
+    pytest.param(counts, packed, marks=[pytest.mark.long] * (counts != [1, 0, 2] or not packed))
+    for counts in COUNTS
+    for packed in (False, True)
+]
 
-@pytest.fixture(scope="module", params=CASES)
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in CASES]
+)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
@@ -46,14 +56,17 @@ def model(folder: Path) -> Decoder:
     return load_model(folder, images="train")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("counts", "packed"), BATCHES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.long] * (name not in TOWERS)) for name in CASES], indirect=True
+)
 def test_logits_and_gradients(case: Case, model: Decoder, counts: list[int], packed: bool):
     of_logits, of_gradients = differences(case, model, draw_all(case, counts), packed=packed)
     assert of_logits <= case.tolerance
     assert of_gradients <= 1e-3
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2_vl"])
 def test_towers_without_rotary_positions_have_heads_of_any_size(name: str, tmp_path: Path):
     case = replace(CASES[name], vision=CASES[name].vision | {"hidden_size": 30})  # 15 features per head
@@ -173,6 +186,7 @@ SPELLINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_other_spellings_of_names_are_read_and_written(name: str, tmp_path: Path):
     source, copy = save(CASES[name], tmp_path / "source"), tmp_path / "copy"
@@ -191,6 +205,7 @@ def test_other_spellings_of_names_are_read_and_written(name: str, tmp_path: Path
     assert load_file(copy / "model.safetensors").keys() == tensors.keys()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("transposed", [False, True], ids=["as in memory", "transposed"])
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
 def test_stacks_of_experts_are_read_and_written_as_published(name: str, transposed: bool, tmp_path: Path):
