@@ -186,6 +186,7 @@ def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
         assert_close(numbers(folder), numbers(tmp_path / "one"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["experts in nf4", "experts in mxfp4"])
 def test_a_run_with_experts_in_4_bits_resumes_bitwise(on_two, tmp_path, name):
     run(tmp_path / "parts", *SAME_BITS[name], "max_steps=1")
@@ -193,6 +194,7 @@ def test_a_run_with_experts_in_4_bits_resumes_bitwise(on_two, tmp_path, name):
     assert digests(tmp_path / "parts" / "step_00000003") == digests(on_two[0] / name / "step_00000003")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "more"), [("close", ()), ("close mixture", ("model.path=MIXTURE",))])
 def test_an_uneven_end_of_an_epoch_equals_one_process(on_two, tmp_path, name, more):
     run(tmp_path / "one", *CLOSE, *more)

@@ -192,6 +192,7 @@ def test_rows_of_answers_that_do_not_go_round_are_refused_by_name() -> None:
         refuse_cuts(cfg)
 
 
+@pytest.mark.long
 def test_a_layer_at_a_time_does_not_hold_the_whole_model(tmp_path: Path) -> None:
     """Planned memory of the first of two devices, with the peak in sampling."""
     module = load_recipe(find_recipe("grpo"))

@@ -53,6 +53,7 @@ def folder(tmp_path_factory) -> Path:
     return top
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one_process(folder, name):
     one, two = (metrics(folder / f"{name} on {place}") for place in ("one", "two"))

@@ -57,6 +57,7 @@ def logits_of(model: Any, folder: Path) -> torch.Tensor:
     return model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).logits
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("is_multi", [False, True], ids=["single", "multi"])
 @pytest.mark.parametrize(
     "settings",
@@ -180,6 +181,7 @@ def test_an_adapter_that_peft_made_of_a_classifier_opens(tmp_path: Path) -> None
     assert list(row["probabilities"]) == ["LABEL_0", "LABEL_1", "LABEL_2"]
 
 
+@pytest.mark.long
 def test_the_preset_learns_what_was_held_out(tmp_path: Path) -> None:
     recipe = load_recipe(recipes()["classify"])
     settings = (f"output_dir={tmp_path}", "device=cpu", "plan=false")

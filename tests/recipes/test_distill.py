@@ -102,6 +102,7 @@ MEMORY: list[tuple[str, ...]] = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", MEMORY, ids=str)
 def test_twenty_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: tuple[str, ...]) -> None:
     mixed = ("distill.temperature=2", "distill.cross_entropy_weight=0.2", "max_steps=20")
@@ -120,6 +121,7 @@ def test_twenty_steps_equal_a_loop_by_hand(train: Train, student: Path, settings
 # What was kept of a teacher -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("packing", ["none", "bfd", "padding_free"])
 def test_a_cache_of_all_tokens_equals_the_live_teacher(train: Train, tmp_path: Path, packing: str) -> None:
     """Also when rows are shuffled, packed, weighted and held out differently than when the cache was made."""
@@ -134,6 +136,7 @@ def test_a_cache_of_all_tokens_equals_the_live_teacher(train: Train, tmp_path: P
                 assert line[name] == pytest.approx(expected[name], rel=2e-4), name
 
 
+@pytest.mark.long
 def test_a_cache_of_64_tokens_keeps_most_of_the_divergence_in_half_a_kilobyte(train: Train, tmp_path: Path) -> None:
     kept = keep(tmp_path / "kept", top_k=64)
     live, recalled = train(*LIVE, "max_steps=1"), train(*kept, "max_steps=1", output="kept_run")
@@ -170,6 +173,7 @@ def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, t
         train(*kept)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("num_rows", "top_k"), [(V, 8), (V + 8, 8), (V + 32, 8), (V + 40, 8), (V, V)], ids=str)
 def test_a_student_that_is_the_padded_cached_teacher_has_a_loss_of_0(train: Train, tmp_path, num_rows, top_k) -> None:
     """The teacher has 32 rows without a token, copies of tokens' rows, so that they are among the likeliest ids."""
@@ -203,6 +207,7 @@ def test_on_policy_steps_train_on_the_students_completions(train: Train, student
     assert all(line["token_accuracy"] < 0.2 for line in drawn)
 
 
+@pytest.mark.long
 def test_the_seed_draws_on_policy_steps_and_resuming_changes_nothing(train: Train) -> None:
     settings = (*LIVE, "distill.on_policy=0.4", "generation.max_new_tokens=3", "max_steps=12")
     settings += ("data.packing=padding_free",)
@@ -220,6 +225,7 @@ def test_the_seed_draws_on_policy_steps_and_resuming_changes_nothing(train: Trai
 # Resuming, precision, planning ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_teacher_in_fewer_bits_is_close(train: Train) -> None:
     exact = train(*LIVE, "max_steps=1")[0]["divergence"]
     for kept_as, bound in (("bfloat16", 0.01), ("float16", 0.01), ("nf4", 0.1)):
@@ -244,6 +250,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(train: Train, tmp_path: Pat
             train(*teacher)
 
 
+@pytest.mark.long
 def test_a_cache_that_does_not_state_its_tokenizer_is_read_with_a_remark(train: Train, tmp_path, capsys) -> None:
     kept, file = keep(tmp_path / "kept", top_k=4), tmp_path / "kept" / "about.json"
     expected = numbers(train(*kept, "max_steps=1"))
@@ -255,6 +262,7 @@ def test_a_cache_that_does_not_state_its_tokenizer_is_read_with_a_remark(train: 
     assert "does not state its tokenizer" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_planner_counts_a_live_teacher_but_not_a_cached_one(student: Path, tmp_path: Path) -> None:
     def weights(*settings: str) -> int:
         return planned("distill", f"model.path={student}", *SETTINGS, *settings).peak.bytes_by_label["weights"]

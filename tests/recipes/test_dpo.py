@@ -26,6 +26,7 @@ def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
     return [(line["loss"], line["grad_norm"], line["rewards/margins"], line["tokens"]) for line in lines]
 
 
+@pytest.mark.long
 def test_a_4_bit_reference_is_close(train: Train) -> None:
     (first,) = train("reference.kind=nf4", "max_steps=1")
     assert 0 < abs(first["rewards/chosen"]) < 0.5
@@ -77,6 +78,7 @@ MEMORY = [
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("rows", "settings"), MEMORY, ids=str)
 def test_eight_steps_equal_a_loop_by_hand(train: Train, rows: tuple[str, ...], settings: tuple[str, ...]) -> None:
     lines = train("max_steps=8", *rows, *settings)

@@ -58,6 +58,7 @@ ROWS = [  # test module, settings, settings that change no number, relative tole
 ]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("module", "settings", "changed", "rel", "names"), ROWS, ids=lambda value: getattr(value, "RECIPE", str(value))
 )

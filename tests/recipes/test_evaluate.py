@@ -67,6 +67,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / f"{name}.yaml") for name in rows]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_harness_gives_the_results_of_transformers(tasks: list[str], chat: bool) -> None:
     ours = HarnessModel(load_model("tiny"), load_tokenizer("tiny"))
@@ -101,6 +102,7 @@ def evaluate(*settings: str) -> None:
 TRAINING = (*TINY, "data.source=tiny/train.jsonl", "batch_size=4")
 
 
+@pytest.mark.long
 def test_results_are_stored_in_the_run_by_step(tasks: list[str], tmp_path: Path) -> None:
     held_out = ("data.validation_source=tiny/validation.jsonl", "eval_answers=4")
     run_recipe("finetune", tmp_path, *TRAINING, *held_out, "max_steps=2", "save_every=1")

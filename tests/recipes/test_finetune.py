@@ -43,6 +43,7 @@ def test_it_is_the_smallest_recipe_plus_adapters_and_ranks():
     assert len(recipes()[RECIPE].read_text().splitlines()) <= 110
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_without_an_adapter_it_equals_the_smallest_recipe_bitwise(tmp_path, dtype):
     settings = (f"model.dtype={dtype}", "data.packing=bfd", "gradient_accumulation_steps=2", "batch_size=2")
@@ -79,6 +80,7 @@ def test_an_adapter_resumes_only_on_its_base_weights(train, tmp_path):
     assert numbers(train(*settings, output="parts")) == numbers(whole)
 
 
+@pytest.mark.long
 def test_generation_uses_the_adapter(train, tmp_path, capsys):
     train("optimizer.lr=1e-2")
     said = capsys.readouterr().out

@@ -100,6 +100,7 @@ def test_every_recipe_is_tried() -> None:
     assert TRAINING.keys() | others == {*catalog.recipes(), *catalog.aliases()}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("recipe", "kind"), CASES)
 def test_the_same_command_resumes_and_then_takes_the_next_name(recipe, kind, monkeypatch, capsys) -> None:
     command = command_of(recipe, kind)
@@ -127,6 +128,7 @@ def own_model() -> str:
     return "models/My Model"
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("recipe", [name for name in TRAINING if name not in catalog.aliases()])
 def test_with_a_model_of_ones_own(recipe, own_model) -> None:
     command = command_of(recipe, next(iter(TRAINING[recipe][1])), own_model)

@@ -48,6 +48,7 @@ def test_greedy_equals_transformers(generate) -> None:
     assert generate("model.path=tiny", "prompt=The capital of", "chat=false") == transformers_says(plain)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("settings", "packs"),
     [

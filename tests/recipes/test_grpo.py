@@ -66,6 +66,7 @@ BEGINNINGS = [
 ]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("settings", BEGINNINGS, ids=str)
 def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
     train: Train, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -165,6 +166,7 @@ def test_a_divergence_that_alone_tells_answers_apart_is_not_rounded_away() -> No
     assert batch.advantages.tolist() == [pytest.approx([above] * 2, rel=1e-6), pytest.approx([-above] * 2, rel=1e-6)]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_tokens_of_low_entropy_stay_in_the_denominators_and_the_divergence(name: str) -> None:
     """Against TRL's own method (top_entropy_quantile, arXiv:2506.01939)."""
@@ -432,6 +434,7 @@ def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
     assert numbers(lines) == numbers(train(*given, output="undisturbed"))
 
 
+@pytest.mark.long
 def test_the_planner_counts_it() -> None:
     """The peak includes the caches of sampling, and the reference model if there is one."""
 

@@ -79,6 +79,7 @@ EQUAL = [
 ]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("name", "settings"), EQUAL, ids=str)
 def test_eight_steps_equal_a_loop_by_hand(train: Train, name: str, settings: tuple[str, ...]) -> None:
     """Also with micro-batches, except kto: its baseline uses the prompts and completions of one micro-batch."""
@@ -89,6 +90,7 @@ def test_eight_steps_equal_a_loop_by_hand(train: Train, name: str, settings: tup
     assert [line["baseline"] for line in lines] == pytest.approx(baselines, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.long
 def test_the_planner_counts_adapter_and_full_runs() -> None:
     def peak(*settings: str) -> int:
         return planned("kto", *SETTINGS, *settings).peak_bytes
@@ -98,6 +100,7 @@ def test_the_planner_counts_adapter_and_full_runs() -> None:
     assert peak("reference.kind=cached") == pytest.approx(peak("loss.name=apo_zero_unpaired"), rel=0.05)
 
 
+@pytest.mark.long
 def test_the_reference_computes_each_text_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """10 completions, whose batches change in each of 3 epochs, and each epoch's 10 mismatched ones."""
     settings = (*SETTINGS, first_rows("tiny/pairs_train.jsonl", 5, tmp_path), "max_steps=null", "epochs=3")

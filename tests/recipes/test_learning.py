@@ -42,6 +42,7 @@ ROWS = [  # test module, settings, bounds of the last evaluation
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("module", "settings", "bounds"), ROWS, ids=lambda value: getattr(value, "RECIPE", ""))
 def test_held_out_rows_improve(module, settings, bounds, tmp_path):
     lines = run_recipe(module.RECIPE, tmp_path / "run", *module.SETTINGS, *settings)
@@ -50,6 +51,7 @@ def test_held_out_rows_improve(module, settings, bounds, tmp_path):
         assert sign * evaluation[name] > sign * bound, name
 
 
+@pytest.mark.long
 def test_the_divergence_from_the_teacher_falls(tmp_path):
     given = (*STUDENT, "data.train_on=all", "epochs=8", "max_steps=40", "eval_every=5")
     lines = run_recipe("distill", tmp_path / "run", *test_distill.SETTINGS, *given)

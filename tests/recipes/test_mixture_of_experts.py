@@ -123,6 +123,7 @@ def differences(folder, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_replayed_routers_choose_the_experts_of_sampling(differences, recipe):
     """In bfloat16, single tokens and whole rows round differently, which changes the experts of some tokens. With grpo, the
@@ -136,6 +137,7 @@ def test_replayed_routers_choose_the_experts_of_sampling(differences, recipe):
     assert ("router_aux_loss" in line) == (recipe == "ppo")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["grpo", "online_dpo"])
 def test_a_run_resumed_in_a_round_repeats_the_routers_choices(folder, tmp_path, recipe):
     given = [*ONLINE, f"model.path={folder}", "generation.router_replay=true", "schedule.name=constant"]

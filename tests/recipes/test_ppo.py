@@ -57,6 +57,7 @@ def test_muon_leaves_both_output_layers_to_adamw(train: Train, tmp_path: Path) -
     assert kept["value.own.score.weight"] == kept[embedding] != kept[matrix]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_value_model_is_planned(processes: int) -> None:
     """A separate model with gradients and optimizer state, sharded like the policy; next to nothing with an adapter."""

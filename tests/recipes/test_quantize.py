@@ -32,6 +32,7 @@ def run(*settings: str) -> None:
     recipe_module("quantize").main(config_of("quantize", "model.dtype=float32", *settings))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_computes_the_same(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = first_rows("tiny/validation.jsonl", 24, tmp_path)
@@ -68,6 +69,7 @@ def _plain_loss(model: nn.Module, rows: str) -> float:
     return total / count
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["int4", "int8_dynamic_int4_weight"])
 def test_training_and_conversion_equal_torchao_bitwise(train: Train, kind: str, tmp_path: Path) -> None:
     train(f"quantize.train={kind}")
@@ -101,6 +103,7 @@ def test_training_and_conversion_equal_torchao_bitwise(train: Train, kind: str, 
     assert all(torch.equal(written[name], expected[name]) for name in written)
 
 
+@pytest.mark.long
 def test_memory_settings_change_no_bit_of_quantization_aware_training(train: Train, tmp_path: Path) -> None:
     kind = ("quantize.train=int8_dynamic_int4_weight", "clip_grad_norm=null")
     lean = ("optimizer.in_backward=true", "memory.activation_checkpointing=full")

@@ -37,6 +37,7 @@ def name_of(value):
     return getattr(value, "RECIPE", str(value))
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("module", "settings", "loss"), BEGINNINGS, ids=name_of)
 def test_margins_start_at_exactly_0(tmp_path, module, settings, loss):
     short = ("gradient_accumulation_steps=2", "max_steps=2")
@@ -49,6 +50,7 @@ def test_margins_start_at_exactly_0(tmp_path, module, settings, loss):
         assert last["rewards/chosen"] != 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("packing", ["none", "bfd"])
 @pytest.mark.parametrize(("module", "rows", "held_out"), [(test_dpo, 24, 0.5), (test_kto, 9, 0.4)], ids=name_of)
 def test_each_completion_has_its_own_reference(tmp_path, module, rows, held_out, packing):
@@ -83,6 +85,7 @@ COMPUTED = {  # settings of runs in this order, and the number of pairs or compl
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("module", COMPUTED, ids=name_of)
 def test_a_reference_cache_is_reused_only_where_it_fits(module, tmp_path, capsys):
     for i, (settings, expected) in enumerate(COMPUTED[module].items()):

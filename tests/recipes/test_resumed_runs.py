@@ -62,6 +62,7 @@ def prepare_cache(folder: Path) -> None:
     test_distill.keep(folder / "kept", top_k=16)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("module", "settings", "stop"), ROWS, ids=lambda value: getattr(value, "RECIPE", str(value)))
 def test_a_resumed_run_equals_the_uninterrupted_run(run_once, module, settings, stop):
     whole = run_once(module, settings, prepare_cache if settings == KEPT else prepare)

@@ -65,6 +65,7 @@ def by_hand(source: str, packing: str, shares: bool, num_steps: int = 8) -> tupl
     return losses, margins
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -215,6 +216,7 @@ def test_a_margin_must_be_a_number(tmp_path: Path) -> None:
         run_recipe("reward", tmp_path / "run", *SETTINGS, f"data.source={tmp_path / 'rows.jsonl'}")
 
 
+@pytest.mark.long
 def test_the_documented_lines_score_from_python(
     tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

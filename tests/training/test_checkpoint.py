@@ -51,6 +51,7 @@ def test_manifest_is_written_last(run):
     assert max(written, key=lambda path: written[path]) == folder / "manifest.json"
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -47,6 +47,7 @@ def test_the_newest_the_multiples_and_the_best_stay(config, tmp_path):
     assert kept(save_every="auto", keep_last=1, keep_every=30) == {30, 60}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("save_async", ["false", "true"])
 def test_a_run_keeps_what_it_was_told_to(save_async, train, recipe, monkeypatch, tmp_path, capsys):
     log_evaluation = recipe.Run.log_evaluation
@@ -89,6 +90,7 @@ def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
     assert most(save_every="auto") == 3
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true", "optimizer.name=adamw_8bit"]], ids=str)
 def test_checkpoints_are_those_of_a_run_that_waits(settings, train_real, tmp_path):
     waited = train_real(tmp_path / "waited", *settings, "save_every=1")

@@ -49,6 +49,7 @@ def wait_for(file, text, process):
         time.sleep(0.01)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train, recipe, tmp_path):
     # log_every: metrics that were not written before the signal are written too.
@@ -68,6 +69,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train
     assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="os.login_tty and hang-ups of terminals differ")
 def test_a_closed_terminal_saves(overrides, tmp_path):
     """The terminal sends SIGHUP, and all that is printed afterwards fails."""
@@ -98,6 +100,7 @@ def test_a_second_signal_ends_at_once(launch, tmp_path):
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000001", "step_00000002"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("save_every", [2, "auto"])
 def test_killed_while_training_the_run_goes_on_from_its_checkpoint(save_every, launch, train, tmp_path, capsys):
     process = launch(tmp_path / "run", save_every=save_every, max_steps=4)
@@ -125,6 +128,7 @@ def test_sigusr1_saves_and_the_run_goes_on(recipe, config, monkeypatch, tmp_path
     assert "SIGUSR1: will save after this step and continue." in capfd.readouterr().err
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
     number, train_real, inputs, monkeypatch, tmp_path, capsys

@@ -70,6 +70,7 @@ def test_patterns_that_choose_nothing_are_refused(freeze, train, message, model)
         freeze_parameters(model, freeze, train)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("optimizer", [[], ["optimizer.in_backward=true", "memory.activation_checkpointing=full"]])
 def test_frozen_weights_keep_every_bit(optimizer, train_real, tmp_path):
     run = train_real(tmp_path / "run", *optimizer, "save_every=1", "max_steps=3", "freeze=[embed_tokens,layers.0]")

@@ -23,6 +23,7 @@ def whole(tmp_path_factory, train):
     return train(tmp_path_factory.mktemp("whole") / "run", save_every=1)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("step", range(1, 12))
 def test_resumed_at_any_step_equals_uninterrupted(step, whole, train, tmp_path, capsys):
     # max_steps ends the first part like a scheduler's time limit: the state is saved and the process ends.
@@ -62,6 +63,7 @@ def test_growth_of_memory_counts_from_the_step_at_which_it_has_settled(train, tm
     assert "resident +9.0 MiB since step 10" in capsys.readouterr().out
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("log_every", [3, 5, 100])
 def test_seldom_written_metrics_are_the_same_lines(log_every, whole, train, tmp_path):
     rows = metrics(train(tmp_path / "run", log_every=log_every), timed=False)
@@ -78,6 +80,7 @@ LIMITS = [  # of a run with 2 steps per epoch: settings, its steps, what ends it
 ]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("bounds", "steps", "limits", "more"), LIMITS, ids=str)
 def test_a_run_names_the_limit_that_ends_it_and_its_advice_extends_it(
     bounds, steps, limits, more, train, tmp_path, capsys
@@ -96,6 +99,7 @@ def test_a_run_names_the_limit_that_ends_it_and_its_advice_extends_it(
     assert trained() == (bounds | more).get("max_steps", 2 * (bounds | more)["epochs"]) > steps
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("step_seconds", "save_seconds", "saved"),
     [
@@ -149,6 +153,7 @@ def raise_at(call, where, function):
     return failing
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("in_backward", ["false", "true"])
 @pytest.mark.parametrize(
     ("name", "call", "where", "saved"),

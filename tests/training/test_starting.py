@@ -18,6 +18,7 @@ def restart(train, run, **settings):
     return train(run, **{"max_steps": 6, "save_every": 2, **settings})
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("setting", "value", "old", "new"),
     [
@@ -63,6 +64,7 @@ def test_what_moves_the_numbers_is_allowed_and_said(run, train, capsys):
     assert all(f"changed     {name}: " in said for name in changed)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

@@ -20,6 +20,7 @@ STEPS = [  # recipe, settings, size of a step
 ]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("name", "settings", "size"), STEPS, ids=str)
 def test_the_size_of_a_step_has_the_unit_of_batch_size(name, settings, size, tmp_path: Path, capsys) -> None:
     run_recipe(name, tmp_path / "run", *settings, "max_steps=1")
