@@ -19,12 +19,13 @@ from lean_ft.models import load_model, save_model
 from lean_ft.settings import KeepTeacherConfig
 from lean_ft.settings.text import load_config
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import TINY, Train, config_of, planned, update
+from tests.recipes import cases
+from tests.recipes.cases import LIVE, TINY
+from tests.recipes.conftest import Train, config_of, planned, update
 
 RECIPE = "distill"
 ROWS = ("data.source=tiny/validation.jsonl", "data.max_length=64")
-SETTINGS = (*TINY[1:], *ROWS, "optimizer.lr=1e-3", "batch_size=4", "schedule.name=constant", "max_steps=6")
-LIVE = ("distill.teacher=tiny",)
+SETTINGS = cases.SETTINGS[RECIPE]
 V = 768  # of the embedded model
 
 
@@ -62,9 +63,9 @@ def numbers(lines: list[dict[str, Any]], *more: str) -> list[tuple]:
 
 
 @cache
-def by_hand(student: Path, divergence: str, packing: str, num_steps: int = 20) -> list[float]:
+def by_hand(student: Path, divergence: str, packing: str, num_steps: int = 6) -> list[float]:
     """Distillation written by hand: one document at a time, whole logits, two transformers models, torch's AdamW."""
-    config = config_of("distill", f"model.path={student}", *SETTINGS, *LIVE, f"data.packing={packing}")
+    config = config_of("distill", *SETTINGS, f"model.path={student}", *LIVE, f"data.packing={packing}")
     batches, _ = sft_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
     learner = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32)
@@ -94,25 +95,25 @@ def by_hand(student: Path, divergence: str, packing: str, num_steps: int = 20) -
 
 
 MEMORY: list[tuple[str, ...]] = [
+    ("batch_size=1", "gradient_accumulation_steps=4", "distill.divergence=jsd", "distill.beta=0.25"),
     ("distill.divergence=jsd", "distill.beta=0.25"),
     ("data.packing=padding_free", "optimizer.in_backward=true"),
     ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2"),
     ("memory.activation_checkpointing=selective", "memory.tied_gradient=separate", "optimizer.in_backward=true"),
-    ("batch_size=1", "gradient_accumulation_steps=4", "distill.divergence=jsd", "distill.beta=0.25"),
 ]
 
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("settings", MEMORY, ids=str)
-def test_twenty_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: tuple[str, ...]) -> None:
-    mixed = ("distill.temperature=2", "distill.cross_entropy_weight=0.2", "max_steps=20")
+def test_six_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: tuple[str, ...]) -> None:
+    mixed = ("distill.temperature=2", "distill.cross_entropy_weight=0.2", "max_steps=6")
     lines = train(*LIVE, *mixed, *settings)
     losses = by_hand(
         student,
         "jsd" if "distill.divergence=jsd" in settings else "forward_kl",
         "padding_free" if "data.packing=padding_free" in settings else "none",
     )
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < losses[0]
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=5e-5)
     for line in lines:
         assert line["loss"] == pytest.approx(0.8 * line["divergence"] + 0.2 * line["cross_entropy"], rel=1e-6)
@@ -122,13 +123,13 @@ def test_twenty_steps_equal_a_loop_by_hand(train: Train, student: Path, settings
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("packing", ["none", "bfd", "padding_free"])
+@pytest.mark.parametrize("packing", ["bfd", "none", "padding_free"])
 def test_a_cache_of_all_tokens_equals_the_live_teacher(train: Train, tmp_path: Path, packing: str) -> None:
     """Also when rows are shuffled, packed, weighted and held out differently than when the cache was made."""
-    settings = (f"data.packing={packing}", "data.validation_fraction=0.2", "epochs=2", "max_steps=15", "eval_every=5")
+    settings = (f"data.packing={packing}", "data.validation_fraction=0.2", "epochs=2", "max_steps=6", "eval_every=3")
     kept = keep(tmp_path / "kept", "data.packing=bfd", "batch_size=3")
     live, recalled = train(*settings, *LIVE), train(*settings, *kept, output="kept_run")
-    assert len(live) == len(recalled) == 18
+    assert len(live) == len(recalled) == 8
     for line, expected in zip(recalled, live, strict=True):
         assert line.keys() == expected.keys()
         for name in ("loss", "divergence", "eval_loss", "eval_divergence", "grad_norm"):
@@ -174,7 +175,7 @@ def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, t
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("num_rows", "top_k"), [(V, 8), (V + 8, 8), (V + 32, 8), (V + 40, 8), (V, V)], ids=str)
+@pytest.mark.parametrize(("num_rows", "top_k"), [(V + 40, 8), (V, 8), (V + 8, 8), (V + 32, 8), (V, V)], ids=str)
 def test_a_student_that_is_the_padded_cached_teacher_has_a_loss_of_0(train: Train, tmp_path, num_rows, top_k) -> None:
     """The teacher has 32 rows without a token, copies of tokens' rows, so that they are among the likeliest ids."""
     for name, rows in (("teacher", V + 32), ("student", num_rows)):
@@ -265,7 +266,7 @@ def test_a_cache_that_does_not_state_its_tokenizer_is_read_with_a_remark(train: 
 @pytest.mark.long
 def test_the_planner_counts_a_live_teacher_but_not_a_cached_one(student: Path, tmp_path: Path) -> None:
     def weights(*settings: str) -> int:
-        return planned("distill", f"model.path={student}", *SETTINGS, *settings).peak.bytes_by_label["weights"]
+        return planned("distill", *SETTINGS, f"model.path={student}", *settings).peak.bytes_by_label["weights"]
 
     def num_bytes(path: Any) -> int:
         return sum(parameter.nbytes for parameter in load_model(path).parameters())

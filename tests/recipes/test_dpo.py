@@ -16,10 +16,11 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.system.user_functions import file_digest
 from lean_ft.tokenizers import load_tokenizer
 from tests.data.pair_texts import texts_of
-from tests.recipes.conftest import PAIRS, Train, config_of, planned, update
+from tests.recipes import cases
+from tests.recipes.conftest import Train, config_of, planned, update
 
 RECIPE = "dpo"
-SETTINGS = (*PAIRS, "optimizer.lr=1e-4")
+SETTINGS = cases.SETTINGS[RECIPE]
 
 
 def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
@@ -34,7 +35,7 @@ def test_a_4_bit_reference_is_close(train: Train) -> None:
 
 
 @cache
-def by_hand(settings: tuple[str, ...], num_steps: int = 8) -> tuple[list[float], list[float]]:
+def by_hand(settings: tuple[str, ...], num_steps: int = 4) -> tuple[list[float], list[float]]:
     """DPO written by hand: one completion at a time, whole logits, two transformers models, torch's AdamW.
     Return losses and mean margins. `settings` decide which pairs share a batch."""
     config = config_of("dpo", *SETTINGS, *settings)
@@ -69,8 +70,8 @@ EACH_ITS_PROMPT = ("data.shared_prompt=false",)
 PACKED = ("data.packing=bfd", "batch_size=1")
 # Settings that decide which pairs share a batch, and settings that change no number. All but two share prompts.
 MEMORY = [
-    ((), ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2")),
     ((), ("batch_size=1", "gradient_accumulation_steps=4")),
+    ((), ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2")),
     (("data.packing=padding_free",), ("reference.kind=model", "optimizer.in_backward=true")),
     (PACKED, ("memory.activation_checkpointing=selective", "memory.tied_gradient=separate")),
     (EACH_ITS_PROMPT, ("memory.activation_checkpointing=every_n",)),
@@ -80,8 +81,8 @@ MEMORY = [
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("rows", "settings"), MEMORY, ids=str)
-def test_eight_steps_equal_a_loop_by_hand(train: Train, rows: tuple[str, ...], settings: tuple[str, ...]) -> None:
-    lines = train("max_steps=8", *rows, *settings)
+def test_four_steps_equal_a_loop_by_hand(train: Train, rows: tuple[str, ...], settings: tuple[str, ...]) -> None:
+    lines = train("max_steps=4", *rows, *settings)
     losses, margins = by_hand(rows)
     assert max(margins) > 0.01
     # AdamW's first steps have full length for any gradient, even if rounding decides its sign.
@@ -90,9 +91,10 @@ def test_eight_steps_equal_a_loop_by_hand(train: Train, rows: tuple[str, ...], s
 
 
 def test_filling_the_cache_draws_no_random_number(train: Train) -> None:
-    filled = train("lora.dropout=0.5", "reference.kind=cached")
-    found = train("lora.dropout=0.5", "reference.kind=cached", output="again")
-    other = train("lora.dropout=0.5", "reference.kind=adapter_off", output="other")
+    given = ("lora.dropout=0.5", "max_steps=2")
+    filled = train(*given, "reference.kind=cached")
+    found = train(*given, "reference.kind=cached", output="again")
+    other = train(*given, "reference.kind=adapter_off", output="other")
     assert numbers(filled) == numbers(found) == numbers(other)
 
 

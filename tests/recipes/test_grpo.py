@@ -24,26 +24,14 @@ from lean_ft.online import Rewards, Rollouts, Sampler
 from lean_ft.online.rewards import Scores
 from lean_ft.settings import Reward
 from lean_ft.system.user_functions import load_function
-from tests.recipes.conftest import PROBLEMS, Train, config_of, planned
+from tests.recipes import cases
+from tests.recipes.cases import REWARDS, STATEFUL
+from tests.recipes.conftest import Train, config_of, planned
 from tests.tokenizers.conftest import byte_level_tokenizer
 from tests.training.toy_runs import digests, metrics
 
 RECIPE = "grpo"
-SETTINGS = (*PROBLEMS, "rewards=[exact_answer]", "generation.num_answers=4", "optimizer.lr=3e-4", "batch_size=8")
-SETTINGS += ("max_steps=4",)
-REWARDS = '''
-import asyncio
-
-def right(prompts, completions, answer):
-    """Part of the way for a number at all, and none known for some."""
-    return [None if len(said) % 5 == 0 else float(said.strip() == a) for said, a in zip(completions, answer)]
-
-async def short(completions, completion_ids, ended, **columns):
-    await asyncio.sleep(0)
-    assert set(columns) == {"prompts", "answer", "trainer_state", "log_metric", "log_extra"}
-    return [0.1 * done - 0.01 * len(ids) for ids, done in zip(completion_ids, ended)]
-
-'''
+SETTINGS = cases.SETTINGS[RECIPE]
 
 
 @pytest.fixture
@@ -56,11 +44,11 @@ def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
     return [tuple(line.get(name) for name in ("loss", "grad_norm", "reward", "clip_share", "tokens")) for line in lines]
 
 
-ROUNDS = ("generation.steps_per_round=2", "generation.passes=2", "batch_size=4", "generation.temperature=1.3")
+ROUNDS = (*cases.ROUNDS, "batch_size=4", "generation.temperature=1.3")
 BEGINNINGS = [
-    ("loss.name=grpo", "loss.kl_weight=0.1"),
-    (*ROUNDS, "loss.name=dapo", "loss.kl_weight=0.1", "loss.kl=in_reward"),
     (*ROUNDS, "loss.name=gspo", "lora.rank=4", "lora.dropout=0.1", "loss.kl_weight=0.1"),
+    (*ROUNDS, "loss.name=dapo", "loss.kl_weight=0.1", "loss.kl=in_reward"),
+    ("loss.name=grpo", "loss.kl_weight=0.1"),
     (*ROUNDS, "loss.name=cispo", "model.dtype=bfloat16", "memory.activation_checkpointing=full"),
     (*ROUNDS, "loss.name=rloo", "model.dtype=float16"),
 ]
@@ -221,11 +209,6 @@ def test_filters_leave_out_what_they_say(train: Train) -> None:
         for n in (1, 9)
     )
     assert plain["even_groups"] > 0 == sampled["even_groups"]
-
-
-STATEFUL = (*ROUNDS, "save_every=1", "keep_last=9", "sample_every=2")
-STATEFUL += ("rewards=['TMP/mine.py:right', 'TMP/mine.py:short']",)
-STATEFUL += ("generation.most_attempts=2", "loss.entropy_share=0.8", "lora.rank=4", "lora.dropout=0.1", "max_steps=7")
 
 
 @pytest.mark.long

@@ -13,7 +13,8 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import TokenLogProbs
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import PROBLEMS, TINY, run_recipe
+from tests.recipes.cases import PROBLEMS, TINY
+from tests.recipes.conftest import run_recipe
 
 COEFFICIENT = 0.3
 DATA = {"source": "tiny/validation.jsonl", "max_length": 64}

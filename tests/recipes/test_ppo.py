@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from lean_ft import load_model
-from tests.recipes.conftest import PROBLEMS, Train, planned
+from tests.recipes.cases import SETTINGS
+from tests.recipes.conftest import Train, planned
 
 RECIPE = "ppo"
-SETTINGS = (*PROBLEMS, "rewards=[length]", "generation.passes=2", "optimizer.lr=1e-4", "batch_size=4", "max_steps=3")
 
 
 @pytest.mark.parametrize("settings", [(), ("lora.rank=4", "loss.gae_lambda=0.5")], ids=["full", "adapter"])
@@ -63,7 +63,7 @@ def test_the_value_model_is_planned(processes: int) -> None:
     """A separate model with gradients and optimizer state, sharded like the policy; next to nothing with an adapter."""
 
     def weights(*settings: str) -> int:
-        found = planned("ppo", *SETTINGS, "loss.kl_weight=0", *settings, device=None, processes=processes)
+        found = planned("ppo", *SETTINGS["ppo"], "loss.kl_weight=0", *settings, device=None, processes=processes)
         return found.peak.bytes_by_label["weights"]
 
     parameters = sum(parameter.nbytes for parameter in load_model("tiny").parameters())

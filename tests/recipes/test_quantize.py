@@ -19,13 +19,18 @@ from lean_ft.models.config import MixtureConfig
 from lean_ft.optim import build_optimizer
 from lean_ft.quantize import quantize
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import TINY, Train, config_of, first_rows, recipe_module
+from tests.recipes import cases
+from tests.recipes.conftest import Train, config_of, first_rows, recipe_module
 
 RECIPE = "finetune"
-SETTINGS = (*TINY, "data.source=tiny/train.jsonl", "batch_size=4", "max_steps=3", "optimizer.lr=1e-3")
-SETTINGS += ("schedule.name=constant", "clip_grad_norm=1.0")
-KINDS = ("int8", "int4", "float8", "int8_dynamic_int8_weight", "int8_dynamic_int4_weight")
+SETTINGS = (*cases.CHATS, "max_steps=3", "schedule.name=constant", "clip_grad_norm=1.0")
+KINDS = ("int8_dynamic_int4_weight", "float8", "int8", "int4", "int8_dynamic_int8_weight")
 IDS = torch.arange(48).reshape(2, 24) * 13 % 768
+
+
+@pytest.fixture
+def own_settings() -> tuple[str, ...]:
+    return SETTINGS
 
 
 def run(*settings: str) -> None:

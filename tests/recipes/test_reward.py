@@ -20,10 +20,11 @@ from lean_ft.frozen.scoring import open_reward_model, score, score_rows
 from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import save_model
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import PAIRS, PROBLEMS, Train, config_of, planned, run_recipe, update
+from tests.recipes import cases
+from tests.recipes.conftest import Train, config_of, first_rows, planned, run_recipe, update
 
 RECIPE = "reward"
-SETTINGS = (*PAIRS, "optimizer.lr=1e-3")
+SETTINGS = cases.SETTINGS[RECIPE]
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def with_a_score(**config: Any) -> Any:
 
 
 @cache
-def by_hand(source: str, packing: str, shares: bool, num_steps: int = 8) -> tuple[list[float], list[float]]:
+def by_hand(source: str, packing: str, shares: bool, num_steps: int = 4) -> tuple[list[float], list[float]]:
     """A reward model trained by hand: one text at a time, transformers, torch's AdamW. Return losses and margins."""
     config = config_of("reward", *SETTINGS, f"data.packing={packing}", f"data.source={source}")
     tokenizer, rows = load_tokenizer("tiny"), [json.loads(line) for line in Path(source).read_text().splitlines()]
@@ -69,15 +70,15 @@ def by_hand(source: str, packing: str, shares: bool, num_steps: int = 8) -> tupl
 @pytest.mark.parametrize(
     "settings",
     [
+        ("batch_size=2", "gradient_accumulation_steps=2"),
         ("data.shared_prompt=false",),
         ("optimizer.in_backward=true", "memory.activation_checkpointing=full"),
         ("data.packing=padding_free", "memory.tile_mlp=2"),
-        ("batch_size=2", "gradient_accumulation_steps=2"),
     ],
     ids=str,
 )
-def test_eight_steps_equal_a_loop_by_hand(train: Train, rows_with_margins: str, settings: Any) -> None:
-    given = (f"data.source={rows_with_margins}", "epochs=2", "max_steps=8", "loss.centering=0.1")
+def test_four_steps_equal_a_loop_by_hand(train: Train, rows_with_margins: str, settings: Any) -> None:
+    given = (f"data.source={rows_with_margins}", "epochs=2", "max_steps=4", "loss.centering=0.1")
     lines = train(*given, *settings)
     packing = "padding_free" if "data.packing=padding_free" in settings else "none"
     losses, margins = by_hand(rows_with_margins, packing, "data.shared_prompt=false" not in settings)
@@ -103,8 +104,8 @@ def scores_of_transformers(model: Any, folder: Path) -> list[float]:
 
 
 def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train, tmp_path: Path) -> None:
-    train("max_steps=4", "pad_token=<|user|>")
-    folder = tmp_path / "run" / "step_00000004"
+    train("max_steps=2", "pad_token=<|user|>")
+    folder = tmp_path / "run" / "step_00000002"
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     assert config["pad_token_id"] == load_tokenizer("tiny").added_tokens["<|user|>"]
@@ -117,13 +118,14 @@ def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train,
     assert [values[-1] for values in score(ours, ids)] == pytest.approx(expected, abs=1e-5)
     assert [values[-1] for values in score(ours, ids, tokens_at_a_time=1)] == pytest.approx(expected, abs=1e-5)
 
-    (row, *_) = [json.loads(line) for line in resolve_data_path("tiny/pairs_validation.jsonl").read_text().splitlines()]
-    (first,) = train(f"model.path={folder}", "max_steps=1", "batch_size=206", "optimizer.lr=0", output="again")
-    scored = list(score_rows(ours, tokenizer, "tiny/pairs_validation.jsonl"))
+    few = first_rows("tiny/pairs_validation.jsonl", 24, tmp_path)
+    row = json.loads((tmp_path / "few.jsonl").read_text().splitlines()[0])
+    (first,) = train(f"model.path={folder}", few, "max_steps=1", "batch_size=24", "optimizer.lr=0", output="again")
+    scored = list(score_rows(ours, tokenizer, str(tmp_path / "few.jsonl")))
     chosen, rejected = ([row[f"{side}_score"] for row in scored] for side in ("chosen", "rejected"))
     assert scored[0] == row | {"chosen_score": chosen[0], "rejected_score": rejected[0]}
-    assert first["rewards/chosen"] == pytest.approx(sum(chosen) / 206, abs=1e-5)
-    assert first["rewards/margins"] == pytest.approx((sum(chosen) - sum(rejected)) / 206, abs=1e-5)
+    assert first["rewards/chosen"] == pytest.approx(sum(chosen) / 24, abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx((sum(chosen) - sum(rejected)) / 24, abs=1e-5)
     # Saving an opened reward model gives the same bytes.
     save_model(ours, tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -131,18 +133,14 @@ def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train,
 
 def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    train("max_steps=4", "lora.rank=4", "lora.lr_ratio=4")
-    folder = tmp_path / "run" / "step_00000004"
+    train("max_steps=2", "lora.rank=4", "lora.lr_ratio=4")
+    folder = tmp_path / "run" / "step_00000002"
     adapted = peft.PeftModel.from_pretrained(with_a_score(), folder)
     expected = scores_of_transformers(adapted, folder)
     assert max(expected) - min(expected) > 1e-3
     ours, tokenizer = open_reward_model(folder, "cpu", "float32")
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts_of(6)]
     assert [values[-1] for values in score(ours, ids)] == pytest.approx(expected, abs=1e-5)
-
-    # A plan reads no adapter. With a reward model, two models are in memory.
-    without, with_it = (planned("grpo", *PROBLEMS, f"rewards=[{reward}]").peak for reward in ("exact_answer", folder))
-    assert with_it.bytes_by_label["weights"] > 1.5 * without.bytes_by_label["weights"]
 
     export_folder(folder, tmp_path / "merged", "float32", merge=True)
     export_folder(tmp_path / "merged", tmp_path / "exported")
@@ -152,13 +150,22 @@ def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Pat
         export_gguf(tmp_path / "merged", tmp_path / "merged.gguf")
 
 
+@pytest.mark.long
+def test_the_planner_counts_a_reward_model(train: Train, tmp_path: Path) -> None:
+    """A plan reads no adapter. With a reward model, two models are in memory."""
+    train("max_steps=1", "lora.rank=4")
+    rewards = ("exact_answer", tmp_path / "run" / "step_00000001")
+    without, with_it = (planned("grpo", *cases.PROBLEMS, f"rewards=[{one}]").peak for one in rewards)
+    assert with_it.bytes_by_label["weights"] > 1.5 * without.bytes_by_label["weights"]
+
+
 def test_token_rewards_have_the_trained_mean(train: Train, tmp_path: Path) -> None:
-    train("loss.per_token=true", "max_steps=4")
-    again = (f"model.path={tmp_path / 'run' / 'step_00000004'}", "loss.per_token=true", "max_steps=1", "batch_size=206")
-    (line,) = train(*again, output="again")
-    rows = list(score_rows(*open_reward_model(tmp_path / "run", "cpu"), "tiny/pairs_validation.jsonl", per_token=True))
+    train("loss.per_token=true", "max_steps=2")
+    again = (f"model.path={tmp_path / 'run' / 'step_00000002'}", "loss.per_token=true", "max_steps=1", "batch_size=24")
+    (line,) = train(*again, first_rows("tiny/pairs_validation.jsonl", 24, tmp_path), output="again")
+    rows = list(score_rows(*open_reward_model(tmp_path / "run", "cpu"), str(tmp_path / "few.jsonl"), per_token=True))
     means = [sum(row["chosen_token_scores"]) / len(row["chosen_token_scores"]) for row in rows]
-    assert line["rewards/chosen"] == pytest.approx(sum(means) / 206, abs=1e-5)
+    assert line["rewards/chosen"] == pytest.approx(sum(means) / 24, abs=1e-5)
     assert rows[0]["chosen_token_scores"][-1] == rows[0]["chosen_score"]
 
 
