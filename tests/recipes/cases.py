@@ -79,7 +79,7 @@ LOSS = ("loss",)
 NORM = (*LOSS, "grad_norm")
 LN_2 = math.log(2)
 # Packing changes which rows share a batch, so each step uses all rows.
-ALL_ROWS = ("batch_size=12", "epochs=3", "max_steps=3")
+ALL_ROWS = ("batch_size=6", "epochs=3", "max_steps=3")
 TEXTS, ALL_PAIRS = (("data.source=TMP/texts.jsonl", *ALL_ROWS), ("data.source=TMP/pairs.jsonl", *ALL_ROWS))
 WEIGHED = ("loss.ld_alpha=0.5", "loss.wpo=true")
 HELD_OUT = ("data.validation_fraction=0.1", *WEIGHED)
@@ -93,7 +93,7 @@ STATEFUL += (
     "generation.most_attempts=2",
     "loss.entropy_share=0.8",
 )
-STATEFUL += (*LORA, "max_steps=7")
+STATEFUL += (*LORA, "max_steps=5")
 REWARDS = '''
 import asyncio
 
@@ -173,7 +173,7 @@ RUNS: dict[str, list[Run]] = {
         Run(
             (*STUDENT, *TEXTS),
             equals=(
-                Equal(("batch_size=4", "gradient_accumulation_steps=3"), 2e-4),
+                Equal(("batch_size=2", "gradient_accumulation_steps=3"), 2e-4),
                 Equal((BFD,), 2e-4),
                 Equal((BFD, "compile=true"), 2e-4),
             ),
@@ -195,7 +195,8 @@ RUNS: dict[str, list[Run]] = {
         Run(("lora.rank=4", "optimizer.name=adamw_8bit", "max_steps=5"), stops=(2,)),
     ],
     "grpo": [
-        Run(STATEFUL, stops=(3, 1, 4, 6)),
+        Run(STATEFUL, stops=(3, 1, 4)),
+        Run((*STATEFUL, "max_steps=7"), stops=(6,)),
         Run((*STATEFUL, "generation.compile=true"), stops=(3,)),
         *(Run((f"loss.name={loss}", "max_steps=2"), equals=OF_POLICY) for loss in ("dapo", "grpo")),
     ],

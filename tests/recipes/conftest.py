@@ -102,8 +102,8 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Run], P
 def prepare(folder: Path, settings: tuple[str, ...]) -> None:
     """Write the files that settings of `tests.recipes.cases` name."""
     (folder / "mine.py").write_text(REWARDS)
-    first_rows("tiny/validation.jsonl", 12, folder, "texts.jsonl")
-    first_rows("tiny/pairs_validation.jsonl", 12, folder, "pairs.jsonl")
+    first_rows("tiny/validation.jsonl", 6, folder, "texts.jsonl")
+    first_rows("tiny/pairs_validation.jsonl", 6, folder, "pairs.jsonl")
     if any("TMP/kept" in one for one in settings):
         kept = ("model.path=tiny", "data.source=tiny/validation.jsonl", "data.max_length=64", "top_k=16", "device=cpu")
         keep_teacher(load_config(KeepTeacherConfig, None, [*kept, f"destination={folder / 'kept'}"]))

@@ -125,6 +125,7 @@ def test_transformers_opens_it_with_equal_logits_and_gradients(train: Train, tmp
         train(f"model.path={folder}", "data.labels=[words,geography,comparison,arithmetic]", output="others")
 
 
+@pytest.mark.long
 def test_peft_opens_an_adapter_and_a_merged_model_has_the_labels(train: Train, several: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     train(f"data.source={several}", "data.multi_label=true", "lora.rank=4", "lora.lr_ratio=4", "max_steps=3")
@@ -143,6 +144,7 @@ def test_peft_opens_an_adapter_and_a_merged_model_has_the_labels(train: Train, s
     torch.testing.assert_close(logits_of(merged, tmp_path / "merged").sigmoid(), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_classifier_and_its_adapter_are_called_a_classifier(train: Train, tmp_path: Path) -> None:
     train("max_steps=1", output="whole")
     train("max_steps=1", "lora.rank=2", output="adapter")

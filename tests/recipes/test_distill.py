@@ -126,10 +126,10 @@ def test_six_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: t
 @pytest.mark.parametrize("packing", ["bfd", "none", "padding_free"])
 def test_a_cache_of_all_tokens_equals_the_live_teacher(train: Train, tmp_path: Path, packing: str) -> None:
     """Also when rows are shuffled, packed, weighted and held out differently than when the cache was made."""
-    settings = (f"data.packing={packing}", "data.validation_fraction=0.2", "epochs=2", "max_steps=6", "eval_every=3")
+    settings = (f"data.packing={packing}", "data.validation_fraction=0.2", "epochs=2", "max_steps=3", "eval_every=3")
     kept = keep(tmp_path / "kept", "data.packing=bfd", "batch_size=3")
     live, recalled = train(*settings, *LIVE), train(*settings, *kept, output="kept_run")
-    assert len(live) == len(recalled) == 8
+    assert len(live) == len(recalled) == 4
     for line, expected in zip(recalled, live, strict=True):
         assert line.keys() == expected.keys()
         for name in ("loss", "divergence", "eval_loss", "eval_divergence", "grad_norm"):
@@ -148,25 +148,40 @@ def test_a_cache_of_64_tokens_keeps_most_of_the_divergence_in_half_a_kilobyte(tr
     assert size == num_targets * (64 * 8 + 4)
 
 
-def test_a_cache_of_other_rows_or_another_temperature_is_refused(train: Train, tmp_path: Path) -> None:
-    kept = keep(tmp_path / "kept", top_k=4)
-    for settings, message in (
+@pytest.fixture(scope="module")
+def few_kept(tmp_path_factory: pytest.TempPathFactory) -> str:
+    (setting,) = keep(tmp_path_factory.mktemp("teacher") / "kept", top_k=4)
+    return setting
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         (("data.max_length=24",), r"lacks \d+ of this run's \d+ .*data.max_length=64 there, 24 here"),
+        (("distill.temperature=2",), "at temperature 1, but distill.temperature is 2"),
         (("data.train_on=all",), r"lacks 206 of this run's 206 documents.*train_on=assistant there, all here"),
         (
             ("data.source=tiny/train.jsonl",),
             r"lacks [\d,]+ of this run's [\d,]+ documents.* including the held-out rows",
         ),
         (("data.validation_source=tiny/train.jsonl",), "lacks"),
-        (("distill.temperature=2",), "at temperature 1, but distill.temperature is 2"),
         (("data.packing=wrapped",), "data.packing=wrapped cuts documents"),
         (("distill.teacher=tiny",), "expected one of teacher=MODEL and cached=FOLDER.*found both"),
         (("distill.teacher_dtype=nf4",), "teacher_dtype=nf4 needs a teacher in memory"),
         (("distill.teacher_streamed=true",), "teacher_streamed=true reads a 16-bit or 32-bit teacher"),
         (("distill.on_policy=0.5",), "needs a teacher that reads the student's completions"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            train(*kept, *settings)
+    ],
+    ids=str,
+)
+def test_a_cache_that_does_not_fit_the_run_is_refused(train: Train, few_kept: str, settings, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(few_kept, *settings)
+
+
+@pytest.mark.long
+def test_a_damaged_cache_is_refused(train: Train, tmp_path: Path) -> None:
+    kept = keep(tmp_path / "kept", top_k=4)
     with pytest.raises(ValueError, match="already exists"):
         keep(tmp_path / "kept")
     (tmp_path / "kept" / "ids").write_bytes(b"")

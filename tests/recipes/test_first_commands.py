@@ -88,7 +88,7 @@ def test_with_a_model_of_ones_own(recipe, own_model) -> None:
 
 
 def test_a_run_is_a_model(capsys) -> None:
-    """As model.path, distill.teacher, value.path and a reward: its newest checkpoint, which config.yaml records."""
+    """As model.path and distill.teacher: its newest checkpoint, which config.yaml records."""
     first = start("full_finetune_single_device", *command_of("full_finetune_single_device", "messages"))
     newest = f"{first}/step_00000002"
     teacher = [f"model.path={first}", f"distill.teacher={first}", "data.source=rows.jsonl"]
@@ -97,6 +97,10 @@ def test_a_run_is_a_model(capsys) -> None:
     assert f"path: {newest}\n" in (text := (taught / "config.yaml").read_text())
     assert f"teacher: {newest}\n" in text
     assert f"run         teacher {newest}\n" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_run_is_a_value_model_a_reward_and_no_model_if_it_has_an_adapter() -> None:
     pairs = command_of("reward", "preference")
     judge = start("reward", *pairs)
     tuned = start("ppo", *command_of("ppo", "prompt")[:2], f"rewards={judge}", f"value.path={judge}")
@@ -110,11 +114,11 @@ def test_a_run_resumes_with_the_checkpoint_of_the_run_that_it_began_with(monkeyp
     first = start("full_finetune_single_device", *command_of("full_finetune_single_device", "messages"))
     stop_after_a_step(monkeypatch)
     with pytest.raises(SystemExit):
-        start("dpo", f"model.path={first}", *command_of("dpo", "preference")[1:])
+        start("finetune", *command_of("finetune", "messages", str(first)))
     shutil.copytree(first / "step_00000002", first / "step_00000003")  # the model's run went on
     capsys.readouterr()
-    command = command_of("dpo", "preference", str(first))
-    assert start("dpo", *command) == Path(f"{first}_dpo")
+    command = command_of("finetune", "messages", str(first))
+    assert start("finetune", *command) == Path(f"{first}_finetune")
     assert "step_00000002, the checkpoint that this run began with" in capsys.readouterr().out
 
 

@@ -170,7 +170,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def asked(generate):
-    return lambda *settings: generate(*settings, f"prompt={QUESTION}")
+    return lambda *settings: generate(*settings, f"prompt={QUESTION}", "max_new_tokens=8")
 
 
 def test_a_run_means_its_newest_complete_checkpoint(runs: Path, asked, tmp_path: Path) -> None:

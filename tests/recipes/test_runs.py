@@ -48,9 +48,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(run_once: RunOnce, recipe: s
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("recipe", "run", "equal"), params(CHANGED, "full_finetune_single_device", "dpo", "distill", "grpo")
-)
+@pytest.mark.parametrize(("recipe", "run", "equal"), params(CHANGED, "full_finetune_single_device", "dpo", "grpo"))
 def test_settings_change_no_number(run_once: RunOnce, recipe: str, run: Run, equal: Equal) -> None:
     whole = run_once(recipe, run)
     other = run_of(recipe, (*run.settings, *equal.settings), whole.with_name(" ".join(equal.settings)))
@@ -65,7 +63,7 @@ def test_settings_change_no_number(run_once: RunOnce, recipe: str, run: Run, equ
     assert equal.settings != REPEATED or tokens < 0.85 * repeated
 
 
-@pytest.mark.parametrize(("recipe", "run"), params(BEGINNINGS, "dpo", "kto", "online_dpo"))
+@pytest.mark.parametrize(("recipe", "run"), params(BEGINNINGS, "dpo", "online_dpo"))
 def test_margins_start_at_exactly_0(run_once: RunOnce, recipe: str, run: Run) -> None:
     first, *_, last = [line for line in metrics(run_once(recipe, run)) if "loss" in line]
     assert first["rewards/margins"] == 0
@@ -76,8 +74,8 @@ def test_margins_start_at_exactly_0(run_once: RunOnce, recipe: str, run: Run) ->
         assert last["rewards/chosen"] != 0
 
 
-@pytest.mark.first(2)
-@pytest.mark.parametrize("packing", ["none", "bfd"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("packing", ["bfd", "none"])
 @pytest.mark.parametrize(("recipe", "rows", "held_out"), [("kto", 9, 0.4), ("dpo", 24, 0.5)])
 def test_each_completion_has_its_own_reference(tmp_path: Path, recipe: str, rows: int, held_out: float, packing: str):
     """With lr=0 all margins stay 0, also in the second epoch's batches and the held-out set."""
@@ -93,27 +91,29 @@ def test_each_completion_has_its_own_reference(tmp_path: Path, recipe: str, rows
 
 COMPUTED = {  # settings of runs in this order, and the number of pairs or completions that each computes
     "kto": {
-        (): 16,  # 2 steps of 4 completions, and as many mismatched
+        (): 8,  # a step of 4 completions, and as many mismatched
         ("seed=0",): 0,
-        ("max_steps=3",): 8,
-        ("seed=1",): 16,  # other mismatched pairs
-        ("loss.name=bco", "batch_size=2"): 4,  # bco needs no mismatched pairs
+        ("max_steps=2",): 8,
+        ("seed=1",): 8,  # other mismatched pairs
+        ("loss.name=bco", "batch_size=2", "data.max_prompt_length=6"): 2,  # bco needs no mismatched pairs
+        (BFLOAT16,): 8,
     },
     "dpo": {
-        (): 8,  # 2 steps of 4 pairs: only those that the run uses
+        (): 4,  # a step of 4 pairs: only those that the run uses
         ("seed=0",): 0,
-        ("max_steps=3",): 4,
+        ("max_steps=2",): 4,
         ("loss.name=ipo", "batch_size=2"): 0,  # the loss is not part of the key
-        ("loss.ld_alpha=0.5",): 8,
-        ("data.max_prompt_length=6",): 8,
-        (BFLOAT16,): 8,
+        ("loss.ld_alpha=0.5",): 4,
+        ("data.max_prompt_length=6",): 4,
+        (BFLOAT16,): 4,
     },
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", COMPUTED)
 def test_a_reference_cache_is_reused_only_where_it_fits(recipe: str, tmp_path: Path, capsys) -> None:
     for i, (settings, expected) in enumerate(COMPUTED[recipe].items()):
-        run_of(recipe, (*CACHED, "data.cache_dir=TMP/cache", "max_steps=2", *settings), tmp_path / f"run{i}")
+        run_of(recipe, (*CACHED, "data.cache_dir=TMP/cache", "max_steps=1", *settings), tmp_path / f"run{i}")
         said = capsys.readouterr().out.partition("log-probabilities of ")[2]
         assert int(said.split()[0].replace(",", "")) == expected, settings
