@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +54,17 @@ def train(recipe: ModuleType, config: Callable[..., Any]) -> Callable[..., Path]
         return output_dir
 
     return run
+
+
+@pytest.fixture(scope="session")
+def stopped_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("stopped") / "run", max_steps=4, save_every=2)
+
+
+@pytest.fixture
+def run(stopped_run: Path, tmp_path: Path) -> Path:
+    """A copy of a run stopped at step 4 of 12, with checkpoints at 2 and 4."""
+    return shutil.copytree(stopped_run, tmp_path / "run")
 
 
 @pytest.fixture

@@ -12,16 +12,18 @@ RULES = ("adamw", "adamw_8bit", "adafactor", "sgd")
 @pytest.mark.parametrize(
     "settings",
     [
+        ["optimizer.name=adamw_8bit", "optimizer.in_backward=true", "data.packing=bfd"],
+        ["optimizer.name=adamw", "model.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
         *(
             [f"optimizer.name={rule}", f"optimizer.in_backward={in_backward}", f"data.packing={packing}"]
             for i, rule in enumerate(RULES)
             for in_backward, packing in zip(
                 ("false", "true"), ("none", "bfd") if i % 2 else ("bfd", "none"), strict=True
             )
+            if (rule, in_backward) != ("adamw_8bit", "true")
         ),
         ["optimizer.name=adamw", "clip_grad_norm=0.5"],
         ["optimizer.name=adamw_8bit", "model.dtype=bfloat16", "optimizer.update_clipping=true"],
-        ["optimizer.name=adamw", "model.dtype=bfloat16", "optimizer.stochastic_rounding=true"],
         ["optimizer.name=adamw", "model.dtype=float16"],
         ["optimizer.name=adamw", "save_async=true", "save_every=1", "keep_last=2"],
         ["optimizer.name=sgd", "optimizer.momentum=0.9", "memory.activation_checkpointing=full"],
@@ -30,6 +32,7 @@ RULES = ("adamw", "adamw_8bit", "adafactor", "sgd")
     ids=" ".join,
 )
 def test_resumed_equals_uninterrupted(settings, train_real, tmp_path):
+    settings = [*settings, "max_steps=8"]
     whole = train_real(tmp_path / "whole", *settings)
     last = max(p.name for p in whole.glob("step_*"))
     train_real(tmp_path / "run", *settings, "max_steps=2")

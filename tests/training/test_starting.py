@@ -8,12 +8,6 @@ import pytest
 from tests.training.toy_runs import digests, metrics
 
 
-@pytest.fixture
-def run(train, tmp_path):
-    """A run stopped at step 4 of 12, with checkpoints at 2 and 4."""
-    return train(tmp_path / "run", max_steps=4, save_every=2)
-
-
 def restart(train, run, **settings):
     return train(run, **{"max_steps": 6, "save_every": 2, **settings})
 
