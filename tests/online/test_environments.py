@@ -223,7 +223,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             process.kill()
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Here", "Client", "synchronous", "Generic"])
 def test_openenv_environments_are_stepped_with_the_users_actions(
     folder: Path, request: pytest.FixtureRequest, name: str

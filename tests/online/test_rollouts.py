@@ -152,6 +152,7 @@ def test_pairs_of_a_round_share_their_prompts() -> None:
     assert int(alone.is_token.sum()) - int(shared.is_token.sum()) == shared.num_prefix_tokens > 0
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("case", "longest", "reason"),
     [

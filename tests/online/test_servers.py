@@ -184,7 +184,7 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 def test_a_server_with_the_weights_answers_as_the_model_itself(
     engine: str, train: Callable[..., Path], server: Server
 ) -> None:
-    short = "generation.max_new_tokens=4"
+    short = "generation.max_new_tokens=6"
     lines = metrics(train(f"generation.engine={engine}", short), timed=False)
     assert_close(lines, metrics(train(short, output="own"), timed=False))
     version = UPDATES[engine][-1]

@@ -87,7 +87,7 @@ ROUNDS = ("generation.steps_per_round=2", "generation.passes=2")  # 4 steps each
 VALUES = (*NORM, "value_loss", "policy_loss", "kl", "entropy", "reward")
 SAMPLES = ("reward", "completion_length")
 # Everything that a run of grpo keeps between steps.
-STATEFUL = (*ROUNDS, "batch_size=4", "generation.temperature=1.3", "save_every=1", "keep_last=9", "sample_every=2")
+STATEFUL = (*ROUNDS, "batch_size=4", "generation.temperature=1.3", "sample_every=2")
 STATEFUL += (
     "rewards=['TMP/mine.py:right', 'TMP/mine.py:short']",
     "generation.most_attempts=2",

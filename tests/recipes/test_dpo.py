@@ -111,6 +111,7 @@ def with_longrope(folder: Any) -> Any:
     return folder / "model"
 
 
+@pytest.mark.long
 def test_prompts_are_not_shared_if_rotary_scaling_depends_on_the_length(
     train: Train, tmp_path: Any, capsys: pytest.CaptureFixture
 ) -> None:
@@ -123,6 +124,7 @@ def test_prompts_are_not_shared_if_rotary_scaling_depends_on_the_length(
     train(*long, "data.max_length=64", "data.shared_prompt=true", output="short")
 
 
+@pytest.mark.long
 def test_the_alias_trains_an_adapter(train: Train, tmp_path: Any, capsys: pytest.CaptureFixture) -> None:
     train("max_steps=1", name="lora_dpo_single_device")
     assert (tmp_path / "run" / "step_00000001" / "adapter_model.safetensors").is_file()

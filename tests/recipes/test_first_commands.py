@@ -79,7 +79,7 @@ def own_model() -> str:
     return "models/My Model"
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", [name for name in FORMATS if name not in catalog.aliases()])
 def test_with_a_model_of_ones_own(recipe, own_model) -> None:
     command = command_of(recipe, next(iter(FORMATS[recipe])), own_model)

@@ -2,6 +2,8 @@
 
 import shutil
 
+import pytest
+
 from lean_ft.system.catalog import recipes
 
 RECIPE = "full_finetune_single_device"
@@ -34,6 +36,7 @@ def test_held_out_loss_falls_and_completions_are_compared_by_pattern(train, caps
     assert capsys.readouterr().out.count("exact match of the text that (.) finds last") == 2
 
 
+@pytest.mark.long
 def test_a_complete_run_answers_with_its_trained_weights(train, capsys):
     settings = ("data.validation_fraction=0.2", "eval_answers=3", "optimizer.lr=5e-3")
     train(*settings)

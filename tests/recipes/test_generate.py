@@ -122,6 +122,7 @@ def test_a_prompt_that_fills_the_context_is_refused(generate, tmp_path: Path) ->
             generate("model.path=tiny", given)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", FILES)
 def test_formats_of_prompt_files(generate, tmp_path: Path, name: str) -> None:
     """Each format asks the same question, and output rows keep their other fields."""

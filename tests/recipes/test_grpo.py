@@ -67,8 +67,8 @@ def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
         return plain(name, now, old, *others, **further)
 
     monkeypatch.setattr(policy, "policy_loss", watched)
-    lines = train(*settings, "max_steps=3")
-    of_first_step = len(ratios) // 3
+    lines = train(*settings, "max_steps=2")
+    of_first_step = len(ratios) // 2
     assert ratios[:of_first_step] == [0.0] * of_first_step
     assert lines[0]["clip_share"] == 0
     if any("kl_weight" in setting for setting in settings):
@@ -194,7 +194,7 @@ def test_prompts_come_in_order_without_shuffling() -> None:
     assert ordered.fingerprint != shuffled.fingerprint
 
 
-def test_filters_leave_out_what_they_say(train: Train) -> None:
+def test_truncated_completions_are_left_out(train: Train) -> None:
     one = ("max_steps=1", "gradient_accumulation_steps=1")
     (whole,) = train(*one)
     (cut,) = train(*one, "loss.mask_truncated=true", output="cut")
@@ -202,6 +202,12 @@ def test_filters_leave_out_what_they_say(train: Train) -> None:
     assert whole["target_tokens"] == all_tokens
     assert 0 < whole["truncated"] < 1
     assert cut["target_tokens"] == all_tokens - round(whole["truncated"] * 8) * 8
+
+
+@pytest.mark.long
+def test_truncated_weights_and_more_attempts_change_the_round(train: Train) -> None:
+    one = ("max_steps=1", "gradient_accumulation_steps=1")
+    (whole,) = train(*one)
     corrected = ("generation.top_k=20", "loss.correction=sequence_truncate")
     (narrow,) = train(*one, *corrected, output="narrow")
     assert narrow["loss"] != whole["loss"]
@@ -215,11 +221,12 @@ def test_filters_leave_out_what_they_say(train: Train) -> None:
 @pytest.mark.long
 def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(train: Train, tmp_path: Path) -> None:
     """SIGKILL at random moments: while it samples, scores, updates or saves."""
-    train(*STATEFUL)
+    often = (*STATEFUL, "save_every=1", "keep_last=9")
+    train(*often)
     whole, generator = tmp_path / "run", random.Random(0)
     for run in range(6):
         output = tmp_path / f"killed{run}"
-        given = [*SETTINGS, *STATEFUL, f"output_dir={output}"]
+        given = [*SETTINGS, *often, f"output_dir={output}"]
         command = [sys.executable, "-m", "lean_ft", "run", "grpo"]
         command += [one.replace("TMP", str(tmp_path)) for one in given]
         for _ in range(6):
@@ -237,16 +244,17 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(train: T
 
 
 UNTRAINED = {  # the reward of each completion, settings and what the log says
-    "none": ("None", (), "no completion has a reward, because all reward functions returned None"),
     "cut": (
         "float(len(said))",
         ("generation.max_new_tokens=1", "loss.mask_truncated=true"),
         "all completions that have a reward were cut at generation.max_new_tokens",
     ),
     "equal": ("1.0", (), "all completions of each prompt have the same reward. .*generation.most_attempts=4"),
+    "none": ("None", (), "no completion has a reward, because all reward functions returned None"),
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", UNTRAINED)
 def test_a_step_that_trains_nothing_says_why(train: Train, tmp_path: Path, case: str, capsys) -> None:
     value, settings, reason = UNTRAINED[case]
@@ -277,7 +285,7 @@ def test_functions_log_metrics_and_columns(train: Train, tmp_path: Path) -> None
     )
     logs = "rewards=['TMP/logs.py:f']"
     held_out = ("data.validation_fraction=0.01", "eval_every=2", "sample_every=1", "generation.steps_per_round=2")
-    given = (logs, *held_out, "save_every=1", "keep_last=9")
+    given = (logs, *held_out)
     rows = train(*given, "max_steps=1")
     assert rows[0].pop("eval_completion_length") > 0
     logged = {"eval_share": 1.5, "extra/eval_reward": 7, "extra/eval_loss": 7, "eval_lr": 7, "eval_step": 7}
@@ -409,7 +417,7 @@ def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
     rewards.write_text(
         "calls = 0\ndef f(completions):\n    global calls\n    calls += 1\n    assert calls < 3, 'no'\n" + body
     )
-    given = (f"rewards=['{rewards}:f']", "save_every=0")
+    given = (f"rewards=['{rewards}:f']", "save_every=0", "max_steps=3")
     with pytest.raises(RuntimeError, match="failed at .*line 73: AssertionError: no"):
         train(*given)
     assert (tmp_path / "run" / "step_00000002").is_dir()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,16 @@ def scores_of_transformers(model: Any, folder: Path) -> list[float]:
     return model(**tokens).logits[:, 0].tolist()
 
 
-def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train, tmp_path: Path) -> None:
-    train("max_steps=2", "pad_token=<|user|>")
-    folder = tmp_path / "run" / "step_00000002"
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("reward") / "run"
+    run_recipe("reward", folder, *SETTINGS, "max_steps=2", "pad_token=<|user|>")
+    return folder
+
+
+def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train, trained: Path, tmp_path: Path) -> None:
+    folder = trained / "step_00000002"
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     assert config["pad_token_id"] == load_tokenizer("tiny").added_tokens["<|user|>"]
@@ -113,7 +121,7 @@ def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train,
     assert model.config.num_labels == 1
     expected = scores_of_transformers(model, folder)
     assert max(expected) - min(expected) > 1e-3
-    ours, tokenizer = open_reward_model(tmp_path / "run", "cpu")
+    ours, tokenizer = open_reward_model(trained, "cpu")
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts_of(6)]
     assert [values[-1] for values in score(ours, ids)] == pytest.approx(expected, abs=1e-5)
     assert [values[-1] for values in score(ours, ids, tokens_at_a_time=1)] == pytest.approx(expected, abs=1e-5)
@@ -177,34 +185,32 @@ def test_pairs_equal_after_truncation_are_dropped_and_counted(train: Train, tmp_
     assert "1 dropped (chosen equals rejected within the lengths); 2 pairs" in capsys.readouterr().out
 
 
-def test_score_writes_lines_of_json(train: Train, tmp_path: Path) -> None:
-    train("max_steps=1")
+def test_score_writes_lines_of_json(trained: Path, tmp_path: Path) -> None:
     rows = [
         {"prompt": "q", "completion": "yes", "number": 1},
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]},
     ]
     for i, row in enumerate(rows):
         (tmp_path / f"{i}.jsonl").write_text(json.dumps(row))
-        command = ["score", str(tmp_path / "run"), str(tmp_path / f"{i}.jsonl"), str(tmp_path / f"scored{i}.jsonl")]
+        command = ["score", str(trained), str(tmp_path / f"{i}.jsonl"), str(tmp_path / f"scored{i}.jsonl")]
         assert CliRunner().invoke(app, command).exit_code == 0
     scored = [json.loads((tmp_path / f"scored{i}.jsonl").read_text()) for i in range(2)]
     assert scored == [row | {"score": scored[0]["score"]} for row in rows]
     (tmp_path / "renamed.jsonl").write_text('{"prompt": "q", "answer": "yes"}')
-    renamed = ["score", str(tmp_path / "run"), str(tmp_path / "renamed.jsonl"), "data.columns.completion=answer"]
+    renamed = ["score", str(trained), str(tmp_path / "renamed.jsonl"), "data.columns.completion=answer"]
     assert json.loads(CliRunner().invoke(app, renamed).stdout)["score"] == pytest.approx(scored[0]["score"], abs=1e-6)
     assert scored[0]["score"] != 0
     (tmp_path / "bad.jsonl").write_text('{"prompt": "q"}')
     for arguments, message in (
         (command[1:], "exists already"),
-        ([str(tmp_path / "run"), str(tmp_path / "bad.jsonl")], "bad.jsonl, line 1"),
+        ([str(trained), str(tmp_path / "bad.jsonl")], "bad.jsonl, line 1"),
         (["tiny", str(tmp_path / "0.jsonl")], "not a reward model"),
     ):
         assert message in str(CliRunner().invoke(app, ["score", *arguments]).exception)
 
 
-def test_language_models_reward_models_and_classifiers_are_told_apart(train: Train, tmp_path: Path) -> None:
-    train("max_steps=1")
-    folder = tmp_path / "run" / "step_00000001"
+def test_language_models_reward_models_and_classifiers_are_told_apart(trained: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(trained / "step_00000002", tmp_path / "copy")
     with pytest.raises(ValueError, match="is a reward model: it gives scores and no text"):
         load_model(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -75,13 +75,13 @@ def test_margins_start_at_exactly_0(run_once: RunOnce, recipe: str, run: Run) ->
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("packing", ["bfd", "none"])
-@pytest.mark.parametrize(("recipe", "rows", "held_out"), [("kto", 9, 0.4), ("dpo", 24, 0.5)])
+@pytest.mark.parametrize("packing", ["none", "bfd"])
+@pytest.mark.parametrize(("recipe", "rows", "held_out"), [("dpo", 12, 0.5), ("kto", 9, 0.4)])
 def test_each_completion_has_its_own_reference(tmp_path: Path, recipe: str, rows: int, held_out: float, packing: str):
     """With lr=0 all margins stay 0, also in the second epoch's batches and the held-out set."""
     few = (first_rows("tiny/pairs_validation.jsonl", rows, tmp_path), f"data.validation_fraction={held_out}")
     size = "batch_size=1" if packing == "bfd" and recipe == "kto" else "batch_size=4"
-    given = (*few, f"data.packing={packing}", size, "epochs=2", "max_steps=8", "optimizer.lr=0", *CACHED)
+    given = (*few, f"data.packing={packing}", size, "epochs=2", "max_steps=4", "optimizer.lr=0", *CACHED)
     *lines, evaluation = run_recipe(recipe, tmp_path / "run", *SETTINGS[recipe], *given)
     assert lines[-1]["epoch"] > 1
     for line in [*lines, {name.removeprefix("eval_"): value for name, value in evaluation.items()}]:

@@ -17,7 +17,7 @@ from tests.training.toy_runs import QWEN
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(QWEN))
+    (folder / "config.json").write_text(json.dumps({**QWEN, "num_hidden_layers": 1}))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     return folder
 
@@ -89,7 +89,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     bytes_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    (folder / "config.json").write_text(json.dumps({**QWEN, "vocab_size": 264}))
+    (folder / "config.json").write_text(json.dumps({**QWEN, "vocab_size": 264, "num_hidden_layers": 1}))
     rows = [{"prompt": f"{n} times {n} is ", "completion": str(n * n)[: 1 + n % 3] * (1 + n % 4)} for n in range(13)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -155,7 +155,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(train, settings):
     assert digests(parts) == digests(whole)
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("targets", ["[q_proj,down_proj]", "[q_proj,vision.blocks.*]"])
 def test_peft_opens_the_adapter_with_equal_logits(folder, train, targets):
     images = "train" if "vision" in targets else "frozen"
@@ -232,7 +232,7 @@ def test_a_gguf_file_of_a_frozen_tower_has_the_language_model(train, tmp_path):
     )
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [
     ("memory.activation_checkpointing=full",),
     ("memory.activation_checkpointing=selective", "memory.tile_mlp=2"),

@@ -48,6 +48,7 @@ def test_a_profiled_run_is_the_same_bits(profiled: Path, tmp_path: Path) -> None
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.long
 def test_a_run_that_ends_before_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path, "profile=true", "profile_steps=[1,1,2]", "max_steps=null", "epochs=0.02")
     assert "profile     not written: it needs 4 steps (profile_steps)" in capsys.readouterr().out
