@@ -138,7 +138,7 @@ RUNS: dict[str, list[Run]] = {
         Run(("lora.rank=4", "lora.init=pissa", "lora.rslora=true"), stops=(3,)),
     ],
     "dpo": [
-        Run(OFF, stops=(3,), first_loss=LN_2),
+        Run((*OFF, "max_steps=4"), stops=(2,), first_loss=LN_2),
         Run(ALL_PAIRS, equals=(Equal((BFD,), 1e-4),)),
         Run(CACHED, stops=(3,), first_loss=LN_2),
         Run((*SECOND, PADDING_FREE), stops=(3,), first_loss=LN_2),

@@ -126,7 +126,14 @@ def test_four_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: 
 @pytest.mark.parametrize("packing", ["bfd", "none", "padding_free"])
 def test_a_cache_of_all_tokens_equals_the_live_teacher(train: Train, tmp_path: Path, packing: str) -> None:
     """Also when rows are shuffled, packed, weighted and held out differently than when the cache was made."""
-    settings = (f"data.packing={packing}", "data.validation_fraction=0.2", "epochs=2", "max_steps=3", "eval_every=3")
+    settings = (
+        f"data.packing={packing}",
+        "data.validation_fraction=0.2",
+        "epochs=2",
+        "max_steps=3",
+        "eval_every=3",
+        "batch_size=2",
+    )
     kept = keep(tmp_path / "kept", "data.packing=bfd", "batch_size=3")
     live, recalled = train(*settings, *LIVE), train(*settings, *kept, output="kept_run")
     assert len(live) == len(recalled) == 4

@@ -13,6 +13,7 @@ def numbers(lines):
     return [(line["loss"], line["grad_norm"], line["tokens"], line["target_tokens"]) for line in lines]
 
 
+@pytest.mark.long
 def test_a_copy_equals_the_recipe(train, tmp_path):
     copy = shutil.copy(recipes()[RECIPE], tmp_path / "mine.py")
     assert numbers(train("max_steps=3", name=str(copy), output="copy")) == numbers(train("max_steps=3"))

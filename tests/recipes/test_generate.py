@@ -74,7 +74,9 @@ def test_many_tokens_of_a_16_bit_model_use_packed_weights(
 
 
 def test_the_seed_decides_the_samples(generate) -> None:
-    drawn = [generate(*TINY_ASKED, "temperature=3", "top_k=300", f"seed={seed}") for seed in (0, 0, 1, 2)]
+    drawn = [
+        generate(*TINY_ASKED, "temperature=3", "top_k=300", "max_new_tokens=6", f"seed={seed}") for seed in (0, 0, 1, 2)
+    ]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3
 
@@ -122,7 +124,7 @@ def test_a_prompt_that_fills_the_context_is_refused(generate, tmp_path: Path) ->
             generate("model.path=tiny", given)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", FILES)
 def test_formats_of_prompt_files(generate, tmp_path: Path, name: str) -> None:
     """Each format asks the same question, and output rows keep their other fields."""
@@ -162,7 +164,7 @@ def test_a_row_without_a_prompt_is_refused_before_sampling(generate, tmp_path: P
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A full run and an adapter run, 2 steps each."""
     folder = tmp_path_factory.mktemp("runs")
-    settings = (*TINY, "data.source=tiny/train.jsonl", "optimizer.lr=5e-3", "batch_size=4", "max_steps=2")
+    settings = (*TINY, "data.source=tiny/train.jsonl", "optimizer.lr=5e-3", "batch_size=2", "max_steps=2")
     settings += ("save_every=1", "schedule.name=constant")
     for name in ("full", "lora"):
         run_recipe("finetune", folder / name, *settings, *["lora.rank=4"] * (name == "lora"))

@@ -285,7 +285,7 @@ def test_functions_log_metrics_and_columns(train: Train, tmp_path: Path) -> None
     )
     logs = "rewards=['TMP/logs.py:f']"
     held_out = ("data.validation_fraction=0.01", "eval_every=2", "sample_every=1", "generation.steps_per_round=2")
-    given = (logs, *held_out)
+    given = (logs, *held_out, "gradient_accumulation_steps=1")
     rows = train(*given, "max_steps=1")
     assert rows[0].pop("eval_completion_length") > 0
     logged = {"eval_share": 1.5, "extra/eval_reward": 7, "extra/eval_loss": 7, "eval_lr": 7, "eval_step": 7}
@@ -411,14 +411,17 @@ def test_a_function_that_exits_ends_no_run_as_complete(tmp_path: Path, processes
     assert "your function called os._exit(0)" in done.stdout + done.stderr
 
 
+FOUR = ("batch_size=4", "gradient_accumulation_steps=1")  # completions of a step
+
+
 def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
     rewards = tmp_path / "later.py"
     body = "    return [float(len(said)) for said in completions]\n"
     rewards.write_text(
         "calls = 0\ndef f(completions):\n    global calls\n    calls += 1\n    assert calls < 3, 'no'\n" + body
     )
-    given = (f"rewards=['{rewards}:f']", "save_every=0", "max_steps=3")
-    with pytest.raises(RuntimeError, match="failed at .*line 73: AssertionError: no"):
+    given = (f"rewards=['{rewards}:f']", "save_every=0", "max_steps=3", *FOUR)
+    with pytest.raises(RuntimeError, match="failed at .*line [0-9]+: AssertionError: no"):
         train(*given)
     assert (tmp_path / "run" / "step_00000002").is_dir()
     rewards.write_text(f"def f(completions):\n{body}")

@@ -75,6 +75,7 @@ def test_the_router_loss_equals_transformers_without_padding(train, folder):
     assert line["router_aux_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_equal_and_opens_in_transformers(train, folder, tmp_path):
     settings = ("save_every=2", "schedule.name=constant", "optimizer.in_backward=true")
     whole = losses(train(*settings, output="whole"))

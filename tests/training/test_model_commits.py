@@ -65,6 +65,7 @@ def test_a_resumed_run_stays_where_it_began(repository, train, tmp_path, capsys,
     assert digests(part / "step_00000004") == digests(whole / "step_00000004")
 
 
+@pytest.mark.long
 def test_a_run_without_output_dir_finds_its_own_run(repository, recipe, config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cfg = config(DEFAULT_OUTPUT_DIR, model__path="org/toy", max_steps=4)

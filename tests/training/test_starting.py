@@ -12,7 +12,7 @@ def restart(train, run, **settings):
     return train(run, **{"max_steps": 6, "save_every": 2, **settings})
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("setting", "value", "old", "new"),
     [

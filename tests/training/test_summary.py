@@ -8,7 +8,7 @@ from tests.recipes.cases import SETTINGS, SIZES
 from tests.recipes.conftest import run_recipe
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "settings", "size"), SIZES, ids=str)
 def test_the_size_of_a_step_has_the_unit_of_batch_size(name, settings, size, tmp_path: Path, capsys) -> None:
     run_recipe(name, tmp_path / "run", *SETTINGS[name], *settings, "max_steps=1")
