@@ -107,6 +107,7 @@ def held_bytes(adapter: str) -> int:
     return sum(local(tensor).nbytes for tensor in [*model.parameters(), *model.buffers()])
 
 
+@pytest.mark.long
 def test_a_rank_holds_its_part_of_a_frozen_base(on_two):
     for name in ADAPTERS:
         alone = held_bytes(name)

@@ -58,7 +58,7 @@ def logits_of(model: Any, folder: Path) -> torch.Tensor:
     return model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).logits
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("is_multi", [False, True], ids=["single", "multi"])
 @pytest.mark.parametrize(
     "settings",

@@ -161,7 +161,7 @@ def few_kept(tmp_path_factory: pytest.TempPathFactory) -> str:
     return setting
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -196,7 +196,7 @@ def test_a_damaged_cache_is_refused(train: Train, tmp_path: Path) -> None:
         train(*kept)
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("num_rows", "top_k"), [(V + 40, 8), (V, 8), (V + 8, 8), (V + 32, 8), (V, V)], ids=str)
 def test_a_student_that_is_the_padded_cached_teacher_has_a_loss_of_0(train: Train, tmp_path, num_rows, top_k) -> None:
     """The teacher has 32 rows without a token, copies of tokens' rows, so that they are among the likeliest ids."""

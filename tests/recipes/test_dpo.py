@@ -132,7 +132,7 @@ def test_the_alias_trains_an_adapter(train: Train, tmp_path: Any, capsys: pytest
     assert "adapter_off" in capsys.readouterr().out
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "least", "most"),
     [

@@ -110,6 +110,7 @@ def test_a_run_is_a_value_model_a_reward_and_no_model_if_it_has_an_adapter() -> 
         start("finetune", "model.path=runs/lora", "data.source=rows.jsonl")
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_checkpoint_of_the_run_that_it_began_with(monkeypatch, capsys) -> None:
     first = start("full_finetune_single_device", *command_of("full_finetune_single_device", "messages"))
     stop_after_a_step(monkeypatch)

@@ -30,6 +30,7 @@ def test_lr_0_leaves_the_weights_bitwise_equal(train, tmp_path):
     assert all((before[name] == tensor).all() for name, tensor in after.items())
 
 
+@pytest.mark.long
 def test_held_out_loss_falls_and_completions_are_compared_by_pattern(train, capsys):
     lines = train("data.validation_fraction=0.2", "eval_every=3", "eval_answers=3", "eval_pattern=(.)")
     first, last = (line["eval_loss"] for line in lines if "eval_loss" in line)

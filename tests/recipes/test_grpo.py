@@ -54,7 +54,7 @@ BEGINNINGS = [
 ]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", BEGINNINGS, ids=str)
 def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
     train: Train, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -154,7 +154,7 @@ def test_a_divergence_that_alone_tells_answers_apart_is_not_rounded_away() -> No
     assert batch.advantages.tolist() == [pytest.approx([above] * 2, rel=1e-6), pytest.approx([-above] * 2, rel=1e-6)]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_tokens_of_low_entropy_stay_in_the_denominators_and_the_divergence(name: str) -> None:
     """Against TRL's own method (top_entropy_quantile, arXiv:2506.01939)."""
@@ -254,7 +254,7 @@ UNTRAINED = {  # the reward of each completion, settings and what the log says
 }
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", UNTRAINED)
 def test_a_step_that_trains_nothing_says_why(train: Train, tmp_path: Path, case: str, capsys) -> None:
     value, settings, reason = UNTRAINED[case]
@@ -414,6 +414,7 @@ def test_a_function_that_exits_ends_no_run_as_complete(tmp_path: Path, processes
 FOUR = ("batch_size=4", "gradient_accumulation_steps=1")  # completions of a step
 
 
+@pytest.mark.long
 def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
     rewards = tmp_path / "later.py"
     body = "    return [float(len(said)) for said in completions]\n"

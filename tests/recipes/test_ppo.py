@@ -14,7 +14,8 @@ from tests.recipes.conftest import Train, planned
 RECIPE = "ppo"
 
 
-@pytest.mark.parametrize("settings", [(), ("lora.rank=4", "loss.gae_lambda=0.5")], ids=["full", "adapter"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("settings", [("lora.rank=4", "loss.gae_lambda=0.5"), ()], ids=["adapter", "full"])
 def test_ratios_start_at_1_and_values_at_0(train: Train, settings: tuple[str, ...], tmp_path: Path) -> None:
     first, _ = train(*settings, "save_every=1", "max_steps=2")
     folder = tmp_path / "run"

@@ -167,6 +167,7 @@ def test_the_planner_counts_a_reward_model(train: Train, tmp_path: Path) -> None
     assert with_it.bytes_by_label["weights"] > 1.5 * without.bytes_by_label["weights"]
 
 
+@pytest.mark.long
 def test_token_rewards_have_the_trained_mean(train: Train, tmp_path: Path) -> None:
     train("loss.per_token=true", "max_steps=2")
     again = (f"model.path={tmp_path / 'run' / 'step_00000002'}", "loss.per_token=true", "max_steps=1", "batch_size=24")

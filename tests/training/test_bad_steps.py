@@ -67,7 +67,7 @@ def test_a_step_whose_loss_is_not_finite_leaves_weights_and_state_as_they_were(
     assert len(list((run / "bad_batches").iterdir())) == 2
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_gradient_that_is_not_finite_reaches_no_weight(in_backward, train_real, monkeypatch, tmp_path):
     """The loss is finite. With updates in backward, the other parameters are already updated and this gradient is
@@ -95,6 +95,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(in_backward, train_real
     assert (run / "bad_batches/step_00000002.json").exists()
 
 
+@pytest.mark.long
 def test_too_many_bad_steps_end_the_run_with_its_weights_saved(poison, train_real, tmp_path):
     poison(*range(2, 8))
     with pytest.raises(

@@ -46,7 +46,7 @@ def test_manifest_is_written_last(run):
     assert max(written, key=lambda path: written[path]) == folder / "manifest.json"
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "name",
     [

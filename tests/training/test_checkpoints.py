@@ -63,6 +63,7 @@ def test_a_run_keeps_what_it_was_told_to(save_async, train, recipe, monkeypatch,
     assert digests(run / names[-1]) == digests(train(tmp_path / "all", eval_every=2) / names[-1])
 
 
+@pytest.mark.long
 def test_a_damaged_later_checkpoint_counts_for_nothing(train, tmp_path):
     """Otherwise the newest complete checkpoint would be deleted."""
     run = train(tmp_path / "run", max_steps=8, save_every=2)

@@ -179,7 +179,7 @@ def test_the_checkpoint_is_a_complete_folder(folder, train):
         assert (checkpoint / name).read_bytes() == (folder / "qwen3_vl" / name).read_bytes()
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_projector_trains_alone_at_its_own_learning_rate(folder, train, family):
     settings = ("model.images=train", "optimizer.name=sgd", "train=[vision.*merger*]", "max_steps=1")
@@ -287,6 +287,7 @@ def write_pairs(folder: Path, rows: Path, numbers: list[int]) -> str:
     return f"data.source={file}"
 
 
+@pytest.mark.long
 def test_pairs_with_equal_ids_share_nothing_but_their_own_image(folder, train, tmp_path, capfd):
     """Picture 4 has the size of picture 0, so both rows have equal ids."""
     rows = folder / "qwen3_vl_rows"

@@ -113,6 +113,7 @@ def test_killed_while_training_the_run_goes_on_from_its_checkpoint(save_every, l
     assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_sigusr1_saves_and_the_run_goes_on(recipe, config, monkeypatch, tmp_path, capfd):
     take = recipe.Batches.take
     count = iter(range(100))

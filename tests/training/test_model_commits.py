@@ -80,6 +80,7 @@ def test_a_run_without_output_dir_finds_its_own_run(repository, recipe, config, 
     assert f"path: org/toy@{NEW}" in Path("runs/toy_toy_recipe_2/config.yaml").read_text()
 
 
+@pytest.mark.long
 def test_a_branch_from_a_checkpoint_stays_and_a_new_run_takes_the_newest(repository, train, tmp_path):
     run = train(tmp_path / "run", max_steps=2)
     repository.revisions["main"] = NEW
@@ -89,6 +90,7 @@ def test_a_branch_from_a_checkpoint_stays_and_a_new_run_takes_the_newest(reposit
     assert f"path: org/toy@{NEW}" in (new / "config.yaml").read_text()
 
 
+@pytest.mark.long
 def test_a_named_branch_that_moved_is_another_model(repository, train, tmp_path):
     run = train(tmp_path / "run", max_steps=1, model__path="org/toy@main")
     train(run, max_steps=2, model__path="org/toy@v1")  # the same commit by another name

@@ -106,6 +106,7 @@ def test_a_finished_run_is_never_extended(first, train, config, interrupted):
     assert choice(config)[1] == f"resumes its unfinished run; {first} holds a finished run"
 
 
+@pytest.mark.long
 def test_a_run_that_was_extended_is_finished_again(first, train, interrupted, config):
     train(first, max_steps=2)
     interrupted(first, 4, killed=False)  # with output_dir set

@@ -119,6 +119,7 @@ def notebook(screen, monkeypatch):
     return outputs
 
 
+@pytest.mark.long
 def test_in_a_notebook_one_bar_and_one_curve_are_updated(notebook, monkeypatch, tmp_path):
     clock, lines = [0.0], tmp_path / "metrics.jsonl"
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])

@@ -8,7 +8,7 @@ from tests.training.toy_runs import digests, metrics
 RULES = ("adamw", "adamw_8bit", "adafactor", "sgd")
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -61,7 +61,7 @@ def test_the_same_rows_a_step_in_other_batches_go_on(
     assert [row["loss"] for row in run] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -132,7 +132,7 @@ def test_an_evaluation_hit_by_a_kill_is_repeated(settings, train_real, tmp_path,
     assert metrics(part, timed=False) == whole and digests(part / "step_00000003") == saved
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("lr", "diverges"), [("1e-3", False), ("10", True)])
 def test_a_diverged_run_ends_with_a_warning(lr, diverges, train_real, tmp_path, capsys):
     train_real(tmp_path / "run", f"optimizer.lr={lr}", "max_steps=8")
