@@ -223,9 +223,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             process.kill()
 
 
-@pytest.mark.parametrize("name", ["Client", "synchronous", "Generic", "Here"])
-def test_openenv_environments_are_stepped_with_the_users_actions(folder: Path, server: None, name: str) -> None:
-    """Clients of a server, asynchronous or not, and an environment in this process."""
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Here", "Client", "synchronous", "Generic"])
+def test_openenv_environments_are_stepped_with_the_users_actions(
+    folder: Path, request: pytest.FixtureRequest, name: str
+) -> None:
+    """An environment in this process, and clients of a server, asynchronous or not."""
+    if name != "Here":
+        request.getfixturevalue("server")
     episodes = environment_of(folder, OPENENV, name)
     prompts = [asked("Go.", episodes, word=word) for word in ("tree", "sea")]
     found = play(episodes, prompts, ["no", "quiet", "tree"], ["sea"])
@@ -241,6 +246,7 @@ def test_openenv_environments_are_stepped_with_the_users_actions(folder: Path, s
     assert play(episodes, prompts[1:], ["sea"])[0].reward == 1.5  # a second round, after a reset
 
 
+@pytest.mark.long
 def test_openenv_clients_work_in_trl_form(folder: Path, server: None) -> None:
     episodes = environment_of(folder, OPENENV, "ForTRL")
     assert [tool["function"]["name"] for tool in episodes.schemas()] == ["say"]

@@ -86,6 +86,7 @@ def test_a_sampled_token_that_opens_or_closes_an_image_is_not_trained(given, rec
     assert recipe == "online_dpo" or batch.counts.sum() == batch.num_targets == 5
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", ["grpo", "online_dpo", "ppo"])
 def test_recipes_train(given, recipe: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text(
@@ -96,6 +97,7 @@ def test_recipes_train(given, recipe: str, tmp_path: Path):
     assert [line["step"] for line in lines if line.get("grad_norm", 0) > 0] == [1, 2]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("packing", ["none", "bfd"])
 def test_held_out_questions_are_asked_with_their_images(given, packing: str):
     cfg = config_of("finetune", *given[:4], "data.max_length=256", f"data.packing={packing}", "device=cpu")
@@ -109,6 +111,7 @@ def test_held_out_questions_are_asked_with_their_images(given, packing: str):
     assert {answer.expected for answer in report.answers} == {prompts[i].columns["answer"] for i in range(4)}
 
 
+@pytest.mark.first(1)
 def test_a_reward_model_sees_the_images(given, tmp_path: Path):
     """The score at the last token is the same from rows, from sampled ids, and from a forward pass over a batch."""
     cfg = config_of("grpo", *given)
@@ -134,6 +137,7 @@ def test_a_reward_model_sees_the_images(given, tmp_path: Path):
         JudgingModel(str(tmp_path), "cpu", text_alone)(["?"] * 4, ["!"] * 4, documents, said)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["grpo", "online_dpo", "ppo"])
 def test_a_plan_counts_prompts_that_are_full_of_images(given, recipe: str):
     rows = ("data.max_prompt_length=128", *(("batch_size=2",) if recipe == "online_dpo" else ()))

@@ -107,6 +107,7 @@ def learned(cfg: Any, model: Decoder, frozen: Decoder, share: bool) -> tuple[lis
     return found, batches
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("size", [12, 4, 3, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_completions_that_share_a_prompt_learn_what_each_does_alone(family: str, size: int) -> None:
@@ -151,6 +152,7 @@ def test_pairs_of_a_round_share_their_prompts() -> None:
     assert int(alone.is_token.sum()) - int(shared.is_token.sum()) == shared.num_prefix_tokens > 0
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("case", "longest", "reason"),
     [

@@ -1,9 +1,11 @@
 """Sampling by a server, with a small one that implements the routes of vLLM 0.32 and SGLang 0.5 on top of lean_ft's models."""
 
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -179,17 +181,28 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
             )
 
 
+@pytest.mark.first(2)
+@cache
+def own_lines(*settings: str) -> list[dict[str, Any]]:
+    """The numbers of a run that samples by itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_recipe("grpo", Path(folder) / "run", *SETTINGS, *settings)
+        return metrics(Path(folder) / "run", timed=False)
+
+
 @ENGINES
 def test_a_server_with_the_weights_answers_as_the_model_itself(
     engine: str, train: Callable[..., Path], server: Server
 ) -> None:
-    lines = metrics(train(f"generation.engine={engine}"), timed=False)
-    assert_close(lines, metrics(train(output="own"), timed=False))
+    short = "generation.max_new_tokens=6"
+    lines = metrics(train(f"generation.engine={engine}", short), timed=False)
+    assert_close(lines, own_lines(short))
     version = UPDATES[engine][-1]
     assert server.asked == [version, *(2 * [*UPDATES[engine], version])]  # the version is also read after a round
     assert any(not torch.equal(server.weights[0][name], tensor) for name, tensor in server.weights[1].items())
 
 
+@pytest.mark.long
 def test_an_adapter_is_merged_on_the_way(train: Callable[..., Path], server: Server) -> None:
     folder = train("generation.engine=vllm", "lora.rank=4")
     merged, _ = load_merged(folder / "step_00000001", dtype=torch.float32)
@@ -208,6 +221,7 @@ def test_the_server_gets_the_names_of_the_folder_that_it_serves(
     assert given == {name for name in load_file(tmp_path / "model" / "model.safetensors") if "language_model" in name}
 
 
+@pytest.mark.long
 @ENGINES
 def test_episodes_are_those_of_the_model_itself(
     engine: str,
@@ -247,6 +261,7 @@ def test_episodes_are_those_of_the_model_itself(
     assert waited == [True]
 
 
+@pytest.mark.long
 def test_the_next_round_is_sampled_while_this_one_trains(
     train: Callable[..., Path], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +302,7 @@ def test_the_next_round_is_sampled_while_this_one_trains(
     assert digests(resumed / "step_00000004") == digests(whole / "step_00000004")
 
 
+@pytest.mark.long
 def test_the_next_round_calls_its_tools_while_this_one_trains(
     train: Callable[..., Path],
     server: Server,
@@ -314,6 +330,7 @@ def test_the_next_round_calls_its_tools_while_this_one_trains(
     assert (resumed / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
+@pytest.mark.long
 def test_pairs_are_sampled_ahead(train: Callable[..., Path], server: Server) -> None:
     train("generation.engine=sglang", "generation.ahead=1", "batch_size=2", recipe="online_dpo")
     assert len(server.weights) == 3

@@ -91,6 +91,13 @@ def _run(
             dist.destroy_process_group()
 
 
+def selected(request: pytest.FixtureRequest) -> set[str]:
+    """The module's tests that pytest runs, and their cases (`name`), so that processes compute nothing else."""
+    own = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params.get("name") for item in own if hasattr(item, "callspec")]
+    return {*(item.originalname for item in own), *filter(None, names)}
+
+
 def refusal(work: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
     """The message of the ValueError that `work` raises."""
     with pytest.raises(ValueError) as raised:

@@ -21,7 +21,7 @@ from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.system.shards import local
 from tests.models.test_dequantized import edit, in_4_bits
-from tests.parallel.processes import SHARDS_PARTS, on_ranks, refusal, supported
+from tests.parallel.processes import SHARDS_PARTS, on_ranks, refusal, selected, supported
 from tests.recipes.conftest import TINY
 from tests.training.toy_runs import QWEN, TIMES, digests, metrics
 
@@ -34,8 +34,8 @@ FLOAT16 = ("model.dtype=float16", "data.validation_fraction=0.1", "eval_every=2"
 # With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
 SAME_BITS = supported(
     {
-        "8 bits in backward": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16"),
         "random, recomputed": ("model.random_init=true", "save_async=true", "save_every=1", *RECOMPUTED),
+        "8 bits in backward": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16"),
         "adapter and new rows": ("lora.rank=4", 'model.new_tokens=["e s"," of th"]', "data.shuffle=false"),
         "float16, evaluated": FLOAT16,
         "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
@@ -47,6 +47,7 @@ SAME_BITS = supported(
 ON_REPLICAS = SAME_BITS.keys() & {"8 bits in backward", "4-bit base"}  # also with parallel.replicate=2
 # 20 rows are 5 batches, so the second step of three micro-batches has only two.
 CLOSE = ("gradient_accumulation_steps=3", "max_steps=3", "optimizer.name=sgd", "data.validation_fraction=0.75")
+UNEVEN = {"close": (), "close mixture": ("model.path=MIXTURE",)}
 
 
 def run(folder: Path, *settings: str, recipe_name: str = "finetune") -> None:
@@ -106,6 +107,7 @@ def held_bytes(adapter: str) -> int:
     return sum(local(tensor).nbytes for tensor in [*model.parameters(), *model.buffers()])
 
 
+@pytest.mark.long
 def test_a_rank_holds_its_part_of_a_frozen_base(on_two):
     for name in ADAPTERS:
         alone = held_bytes(name)
@@ -114,15 +116,15 @@ def test_a_rank_holds_its_part_of_a_frozen_base(on_two):
             assert result["held"][name] < 0.5 * alone + 64 * 1024
 
 
-def work(folder: Path) -> dict[str, Any]:
+def work(folder: Path, wanted: set[str]) -> dict[str, Any]:
     """Everything that is tested on two ranks, so that the processes start once."""
     rank = int(os.environ["RANK"])
-    for name, settings in SAME_BITS.items():
-        run(folder / name, *settings)
-    for name in ON_REPLICAS:
+    for name in sorted(wanted & SAME_BITS.keys()):
+        run(folder / name, *SAME_BITS[name])
+    for name in sorted(wanted & ON_REPLICAS):
         run(folder / f"{name} on replicas", *SAME_BITS[name], "parallel.replicate=2")
-    run(folder / "close", *CLOSE)
-    run(folder / "close mixture", *CLOSE, "model.path=MIXTURE")
+    for name in sorted(wanted & UNEVEN.keys()):
+        run(folder / name, *CLOSE, *UNEVEN[name])
     run(folder / "one then two", "max_steps=3")
     result: dict[str, Any] = {"held": {name: held_bytes(name) for name in ADAPTERS}}
     result["settings"] = refusal(run, folder / "different", f"optimizer.lr={1e-3 * (1 + rank)}")
@@ -153,13 +155,13 @@ def work(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+def on_two(tmp_path_factory, request) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("two")
     make_mixture(folder / "mixture")
     make_four_bits(folder / "four_bits")
     os.environ |= {"MIXTURE": str(folder / "mixture"), "FOUR_BITS": str(folder / "four_bits")}
     run(folder / "one then two", "max_steps=2")
-    return folder, on_ranks(2, work, folder)
+    return folder, on_ranks(2, work, folder, selected(request))
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
@@ -177,6 +179,7 @@ def assert_close(
         assert ours == pytest.approx(theirs, rel=1e-6), row["step"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
     run(tmp_path / "one", *SAME_BITS[name])
@@ -186,6 +189,7 @@ def test_two_ranks_write_the_files_of_one(on_two, tmp_path, name):
         assert_close(numbers(folder), numbers(tmp_path / "one"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["experts in nf4", "experts in mxfp4"])
 def test_a_run_with_experts_in_4_bits_resumes_bitwise(on_two, tmp_path, name):
     run(tmp_path / "parts", *SAME_BITS[name], "max_steps=1")
@@ -193,9 +197,10 @@ def test_a_run_with_experts_in_4_bits_resumes_bitwise(on_two, tmp_path, name):
     assert digests(tmp_path / "parts" / "step_00000003") == digests(on_two[0] / name / "step_00000003")
 
 
-@pytest.mark.parametrize(("name", "more"), [("close", ()), ("close mixture", ("model.path=MIXTURE",))])
-def test_an_uneven_end_of_an_epoch_equals_one_process(on_two, tmp_path, name, more):
-    run(tmp_path / "one", *CLOSE, *more)
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_an_uneven_end_of_an_epoch_equals_one_process(on_two, tmp_path, name):
+    run(tmp_path / "one", *CLOSE, *UNEVEN[name])
     ours, theirs = numbers(tmp_path / "one"), numbers(on_two[0] / name)
     assert_close(theirs, ours)
     assert len({row["tokens"] for row in ours if "tokens" in row}) > 1

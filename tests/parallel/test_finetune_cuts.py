@@ -10,16 +10,17 @@ import torch
 from lean_ft.models import load_model, save_model
 from lean_ft.parallel import cut, join, parallelize
 from lean_ft.settings import ParallelConfig
-from tests.parallel.processes import assert_refused, needs_parts, on_ranks, refusal
+from tests.parallel.processes import assert_refused, needs_parts, on_ranks, refusal, selected
 from tests.parallel.test_finetune import assert_close, make_mixture, numbers, run
 from tests.training.toy_runs import digests
 
-pytestmark = [pytest.mark.long, needs_parts]
+pytestmark = needs_parts
 
 EVALUATED = ("data.validation_fraction=0.05", "eval_every=3")
 ADAPTER = ("lora.rank=4", "data.packing=bfd", "optimizer.name=sgd")
 MOMENTUM = ("optimizer.name=sgd", "optimizer.momentum=0.9", "parallel.vocabulary=cut")
 CUTS = {
+    "tensor": ("parallel.tensor=2", *MOMENTUM, "save_async=true", "save_every=2", "eval_answers=2"),
     "context, 4 bits": (
         "parallel.context=2",
         *ADAPTER,
@@ -27,7 +28,6 @@ CUTS = {
         "parallel.vocabulary=cut",
         "eval_answers=2",
     ),
-    "tensor": ("parallel.tensor=2", *MOMENTUM, "save_async=true", "save_every=2", "eval_answers=2"),
     "tensor, adapter": ("parallel.tensor=2", *ADAPTER),
     "experts": ("parallel.experts=2", *MOMENTUM, "model.path=MIXTURE"),
 }
@@ -50,11 +50,12 @@ REFUSED = {
 }
 
 
-def work(folder: Path) -> list[str]:
-    for name, settings in CUTS.items():
-        run(folder / name, *EVALUATED, *settings)
+def work(folder: Path, wanted: set[str]) -> list[str]:
+    for name in sorted(wanted & CUTS.keys()):
+        run(folder / name, *EVALUATED, *CUTS[name])
     for over, path in COPIED.items():
-        save_again(folder / over, over, os.environ.get(path, path))
+        if "test_split_layers_are_saved_like_those_of_one_process" in wanted:
+            save_again(folder / over, over, os.environ.get(path, path))
     return [refusal(run, folder / "refused", *settings) for settings in REFUSED]
 
 
@@ -69,13 +70,14 @@ def save_again(folder: Path, over: str, path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> tuple[Path, list[Any]]:
+def on_two(tmp_path_factory, request) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("two")
     make_mixture(folder / "mixture")
     os.environ["MIXTURE"] = str(folder / "mixture")
-    return folder, on_ranks(2, work, folder, timeout=300)
+    return folder, on_ranks(2, work, folder, selected(request), timeout=300)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CUTS)
 def test_one_process_resumes_a_run_of_two(on_two, tmp_path, name):
     """Losses, also held-out ones; from the third step on, with weights and state that two processes wrote."""
@@ -85,6 +87,7 @@ def test_one_process_resumes_a_run_of_two(on_two, tmp_path, name):
     assert_close(numbers(theirs), numbers(tmp_path / "one"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("over", COPIED)
 def test_split_layers_are_saved_like_those_of_one_process(on_two, tmp_path, over):
     save_model(load_model(os.environ.get(COPIED[over], COPIED[over]), "cpu", torch.bfloat16), tmp_path)

@@ -14,7 +14,7 @@ from lean_ft.plan.devices import Machines, choose_device
 from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
-from tests.parallel.processes import needs_parts, on_ranks, supported
+from tests.parallel.processes import needs_parts, on_ranks, selected, supported
 from tests.parallel.test_finetune import make_mixture
 from tests.training.toy_runs import TIMES, digests, metrics
 
@@ -90,13 +90,18 @@ def run(folder: Path, name: str, *settings: str) -> None:
     recipe.main(load_config(recipe.Config, None, [*SETTINGS, f"output_dir={folder}", *given]))
 
 
-def work(folder: Path) -> list[str]:
-    for name, settings in SAME_BITS.items():
-        run(folder / name, *settings)
-    run(folder / "close", *CLOSE)
-    run(folder / "resumed", *SAME_BITS["values"], "max_steps=2")
-    for name, settings in CUTS.items():
-        run(folder / name, *settings, "optimizer.name=sgd")
+def work(folder: Path, wanted: set[str]) -> list[str]:
+    for name in sorted(wanted & SAME_BITS.keys()):
+        run(folder / name, *SAME_BITS[name])
+    if "test_what_does_not_go_round_is_as_on_one" in wanted:
+        run(folder / "close", *CLOSE)
+    if "test_one_process_goes_on_with_two_models_of_two" in wanted:
+        run(folder / "values", *SAME_BITS["values"])
+        run(folder / "resumed", *SAME_BITS["values"], "max_steps=2")
+    for name in sorted(wanted & CUTS.keys()):
+        run(folder / name, *CUTS[name], "optimizer.name=sgd")
+    if "test_what_does_not_go_with_a_cut_is_refused_by_name" not in wanted:
+        return []
     said = []
     for settings in REFUSED:
         with pytest.raises(ValueError) as error:
@@ -106,11 +111,11 @@ def work(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+def two(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, list[list[str]]]:
     folder = tmp_path_factory.mktemp("two")
     make_mixture(folder / "mixture")
     os.environ["MIXTURE"] = str(folder / "mixture")
-    return folder, on_ranks(2, work, folder, timeout=1800)
+    return folder, on_ranks(2, work, folder, selected(request), timeout=1800)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +131,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_two_ranks_write_the_files_of_one(on_two: Path, tmp_path: Path, name: str) -> None:
     run(tmp_path / "one", *SAME_BITS[name])
@@ -192,6 +197,7 @@ def test_rows_of_answers_that_do_not_go_round_are_refused_by_name() -> None:
         refuse_cuts(cfg)
 
 
+@pytest.mark.long
 def test_a_layer_at_a_time_does_not_hold_the_whole_model(tmp_path: Path) -> None:
     """Planned memory of the first of two devices, with the peak in sampling."""
     module = load_recipe(find_recipe("grpo"))

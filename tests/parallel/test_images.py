@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.parallel.processes import on_ranks, supported
+from tests.parallel.processes import on_ranks, selected, supported
 from tests.recipes.conftest import run_recipe
 from tests.training.image_runs import model_folder, write_rows
 from tests.training.toy_runs import metrics
@@ -37,22 +37,23 @@ def run(folder: Path, output: str, *settings: str) -> None:
     run_recipe("finetune", folder / output, f"model.path={folder / 'model'}", *rows, *SETTINGS, *settings)
 
 
-def run_all(folder: Path, place: str, of_ranks: bool) -> None:
+def run_all(folder: Path, place: str, of_ranks: bool, wanted: set[str]) -> None:
     """All runs on the same processes, which take seconds to start."""
-    for name, settings in CASES.items():
-        run(folder, f"{name} on {place}", *settings, *(OF_RANKS.get(name, []) if of_ranks else []))
+    for name in sorted(wanted & CASES.keys()):
+        run(folder, f"{name} on {place}", *CASES[name], *(OF_RANKS.get(name, []) if of_ranks else []))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, request) -> Path:
     top = tmp_path_factory.mktemp("images")
     model_folder("qwen3_vl", top / "model")
     write_rows("qwen3_vl", top / "rows", IMAGES)
-    run_all(top, "one", False)
-    on_ranks(2, run_all, top, "two", True)
+    run_all(top, "one", False, selected(request))
+    on_ranks(2, run_all, top, "two", True, selected(request))
     return top
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one_process(folder, name):
     one, two = (metrics(folder / f"{name} on {place}") for place in ("one", "two"))

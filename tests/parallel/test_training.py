@@ -7,10 +7,8 @@ import torch
 
 from lean_ft.parallel import join
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from tests.parallel.processes import assert_refused, on_ranks, refusal
+from tests.parallel.processes import assert_refused, on_ranks, refusal, selected
 from tests.parallel.small_training import CPU, Config, build, digest, train, whole_tensors
-
-pytestmark = pytest.mark.long
 
 SHARDED, REPLICATED = ParallelConfig(), ParallelConfig(replicate=2)
 
@@ -50,10 +48,10 @@ BITWISE: dict[str, tuple[Config, bool]] = {
 }
 # Sums over ranks are in another order than sums over rows or micro-batches.
 CLOSE: dict[str, tuple[Config, bool]] = {
+    "clipped": (config("sgd", clip=0.5), False),
     "accumulated": (config("sgd", steps=4, momentum=0.9), False),
     "accumulated in backward": (config("sgd", steps=4, in_backward=True), True),
     "fewer micro-batches at the end": (config("sgd", steps=3, in_backward=True), False),
-    "clipped": (config("sgd", clip=0.5), False),
     "update clipping": (config("adamw", update_clipping=True, in_backward=True), False),
     "adafactor": (config("adafactor"), True),
     "adafactor in backward": (config("adafactor", in_backward=True), False),
@@ -92,8 +90,9 @@ def work(cases: dict[str, tuple[Config, bool]]) -> tuple[dict[tuple[str, str], A
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[Any]:
-    return on_ranks(2, work, BITWISE | CLOSE)
+def on_two(request: pytest.FixtureRequest) -> list[Any]:
+    wanted = selected(request)
+    return on_ranks(2, work, {name: case for name, case in (BITWISE | CLOSE).items() if name in wanted})
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +104,7 @@ def outcomes(on_two) -> dict[tuple[str, str], Any]:
     return first
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", BITWISE)
 def test_two_ranks_make_the_bits_of_one_process(outcomes, name):
     cfg, tied = BITWISE[name]
@@ -116,6 +116,7 @@ def test_two_ranks_make_the_bits_of_one_process(outcomes, name):
             assert step == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CLOSE)
 def test_two_ranks_make_the_numbers_of_one_process(outcomes, name):
     cfg, tied = CLOSE[name]

@@ -1,4 +1,4 @@
-"""Run a recipe on the embedded model. A test module sets RECIPE and SETTINGS; `own_settings` adds settings that need a folder."""
+"""Run a recipe on the embedded model. A test module sets RECIPE; `own_settings` adds settings that need a folder."""
 
 import json
 from collections.abc import Callable
@@ -10,21 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from lean_ft.frozen.teacher_cache import keep_teacher
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.plan.devices import Machines, choose_device
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
+from lean_ft.settings import KeepTeacherConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
+from tests.recipes.cases import OWN_CACHE, REWARDS, SETTINGS, Run
+from tests.recipes.cases import PAIRS as PAIRS
+from tests.recipes.cases import PROBLEMS as PROBLEMS
+from tests.recipes.cases import TINY as TINY
 
 Lines = list[dict[str, Any]]
 Train = Callable[..., Lines]
-# Settings of most modules.
-TINY = ("model.path=tiny", "model.dtype=float32", "device=cpu", "plan=false")
-PAIRS = (*TINY, "data.source=tiny/pairs_validation.jsonl", "data.max_length=96", "batch_size=4", "max_steps=6")
-PAIRS += ("schedule.name=constant",)
-PROBLEMS = (*TINY, "data.source=tiny/problems_train.jsonl", "data.chat=false", "data.max_prompt_length=32")
-PROBLEMS += ("generation.max_new_tokens=8", "gradient_accumulation_steps=2")
-OWN_CACHE = ("dpo", "lora_dpo_single_device", "kto", "reward")  # their tests count cache hits
 
 
 @cache
@@ -52,9 +51,9 @@ def planned(name: str, *settings: str, device: str | None = "A100 80GB", process
     return rehearse(recipe_module(name), config_of(name, *settings), chosen, Machines(processes))
 
 
-def first_rows(source: str, count: int, folder: Path) -> str:
+def first_rows(source: str, count: int, folder: Path, name: str = "few.jsonl") -> str:
     """Write the first rows of embedded data to a file; return the setting that names the file."""
-    file = folder / "few.jsonl"
+    file = folder / name
     file.write_text("\n".join(resolve_data_path(source).read_text().splitlines()[:count]))
     return f"data.source={file}"
 
@@ -74,40 +73,44 @@ def own_settings() -> tuple[str, ...]:
 
 @pytest.fixture
 def train(tmp_path: Path, request: pytest.FixtureRequest, own_settings: tuple[str, ...]) -> Train:
-    """Run the module's recipe with its settings and more. TMP in a setting is the test's folder. Return the lines of metrics.jsonl."""
+    """Run the module's recipe with the recipe's settings and more. TMP in a setting is the test's folder. Return the lines of
+    metrics.jsonl."""
 
     def run(*settings: str, output: str = "run", name: str = request.module.RECIPE) -> Lines:
         own = [f"data.cache_dir={tmp_path / 'cache'}"] if name in OWN_CACHE else []
-        given = [
-            one.replace("TMP", str(tmp_path)) for one in (*own, *request.module.SETTINGS, *own_settings, *settings)
-        ]
-        return run_recipe(name, tmp_path / output, *given)
+        given = [*own, *SETTINGS[request.module.RECIPE], *own_settings, *settings]
+        return run_recipe(name, tmp_path / output, *(one.replace("TMP", str(tmp_path)) for one in given))
 
     return run
 
 
-@pytest.fixture(scope="module")
-def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return the folder of a run of a test module's recipe with these settings, made once.
-
-    TMP in a setting is the run's parent folder, where `prepare(folder)` may put files."""
+@pytest.fixture(scope="session")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Run], Path]:
+    """Return the folder of a run of `tests.recipes.cases`, made once for all tests."""
     made: dict[object, Path] = {}
 
-    def of(module: ModuleType, settings: tuple[str, ...], prepare: Callable[[Path], Any] | None = None) -> Path:
-        key = module, settings
+    def of(recipe: str, run: Run) -> Path:
+        key = recipe, run.settings
         if key not in made:
             folder = tmp_path_factory.mktemp("whole")
-            if prepare is not None:
-                prepare(folder)
-            made[key] = folder / "run"
-            run_of(module, settings, made[key])
+            prepare(folder, run.settings)
+            made[key] = run_of(recipe, run.settings, folder / "run")
         return made[key]
 
     return of
 
 
-def run_of(module: ModuleType, settings: tuple[str, ...], folder: Path) -> Path:
-    """Run the recipe of a test module with the module's settings and more; return its folder."""
-    given = (one.replace("TMP", str(folder.parent)) for one in (*module.SETTINGS, *settings))
-    run_recipe(module.RECIPE, folder, *given)
+def prepare(folder: Path, settings: tuple[str, ...]) -> None:
+    """Write the files that settings of `tests.recipes.cases` name."""
+    (folder / "mine.py").write_text(REWARDS)
+    first_rows("tiny/validation.jsonl", 6, folder, "texts.jsonl")
+    first_rows("tiny/pairs_validation.jsonl", 6, folder, "pairs.jsonl")
+    if any("TMP/kept" in one for one in settings):
+        kept = ("model.path=tiny", "data.source=tiny/validation.jsonl", "data.max_length=64", "top_k=16", "device=cpu")
+        keep_teacher(load_config(KeepTeacherConfig, None, [*kept, f"destination={folder / 'kept'}"]))
+
+
+def run_of(recipe: str, settings: tuple[str, ...], folder: Path) -> Path:
+    """Run a recipe with its short settings and more, where TMP is the parent of this folder; return the folder."""
+    run_recipe(recipe, folder, *(one.replace("TMP", str(folder.parent)) for one in (*SETTINGS[recipe], *settings)))
     return folder

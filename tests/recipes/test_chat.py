@@ -36,6 +36,7 @@ def said(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     return beginning + [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 2.0, "seed": 3}])
 def test_each_answer_depends_on_the_whole_conversation(chat: Callable[..., list[str]], drawn: dict) -> None:
     def expected(messages: list[dict[str, str]]) -> str:

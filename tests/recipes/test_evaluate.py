@@ -7,6 +7,7 @@ import pytest
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 
+from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -67,6 +68,18 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / f"{name}.yaml") for name in rows]
 
 
+def test_log_likelihoods_and_completions_equal_those_of_transformers() -> None:
+    ours = HarnessModel(load_model("tiny"), load_tokenizer("tiny"))
+    theirs = HFLM(pretrained=str(resolve_model_path("tiny")), dtype="float32", device="cpu", batch_size=2)
+    pairs = [(QUESTIONS[0], " It is the town of Galostan"), ("", "21 apples"), (QUESTIONS[1], " 21")]
+    asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    for one, other in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
+        assert one == (pytest.approx(float(other[0]), abs=1e-4), bool(other[1]))
+    asked = [Instance("generate_until", {}, (text, {"until": [" 2"], "max_gen_toks": 8}), 0) for text in QUESTIONS[:2]]
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_harness_gives_the_results_of_transformers(tasks: list[str], chat: bool) -> None:
     ours = HarnessModel(load_model("tiny"), load_tokenizer("tiny"))
@@ -101,6 +114,7 @@ def evaluate(*settings: str) -> None:
 TRAINING = (*TINY, "data.source=tiny/train.jsonl", "batch_size=4")
 
 
+@pytest.mark.long
 def test_results_are_stored_in_the_run_by_step(tasks: list[str], tmp_path: Path) -> None:
     held_out = ("data.validation_source=tiny/validation.jsonl", "eval_answers=4")
     run_recipe("finetune", tmp_path, *TRAINING, *held_out, "max_steps=2", "save_every=1")

@@ -12,60 +12,10 @@ import pytest
 import lean_ft
 from lean_ft.cli.arguments import load_run
 from lean_ft.cli.run import run_recipe
-from lean_ft.hub.paths import resolve_data_path, resolve_model_path
+from lean_ft.hub.paths import resolve_model_path
 from lean_ft.system import catalog
 from lean_ft.training import Run
-
-Row = dict[str, Any]
-
-
-def rows_of(file: str, count: int) -> list[Row]:
-    lines = resolve_data_path(f"tiny/{file}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines[:count]]
-
-
-def texts(row: Row) -> tuple[str, str]:
-    question, answer = row["messages"]
-    return question["content"], answer["content"]
-
-
-CHATS, PAIRS = rows_of("train", 4), rows_of("pairs_train", 4)
-PROBLEMS, TOPICS = rows_of("problems_train", 16), rows_of("topics_train", 4)
-SHAREGPT = [
-    {"conversations": [{"from": who, "value": text} for who, text in zip(("human", "gpt"), texts(row), strict=True)]}
-    for row in CHATS
-]
-PROMPTS = [{"messages": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in PROBLEMS]
-UNPAIRED = [
-    {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
-    for row in PAIRS
-    for kind in ("chosen", "rejected")
-]
-# recipe -> its required settings besides model.path and data.source, and rows for two steps in each format that it reads
-TRAINING: dict[str, tuple[list[str], dict[str, list[Row]]]] = {
-    "full_finetune_single_device": (
-        [],
-        {
-            "messages": CHATS,
-            "sharegpt": SHAREGPT,
-            "alpaca": [{"instruction": texts(row)[0], "output": texts(row)[1]} for row in CHATS],
-            "prompt_completion": [{"prompt": texts(row)[0], "completion": texts(row)[1]} for row in CHATS],
-            "text": [{"text": " ".join(texts(row))} for row in CHATS],
-        },
-    ),
-    **{name: ([], {"messages": CHATS}) for name, alias in catalog.aliases().items() if alias.file.stem == "finetune"},
-    **{name: ([], {"preference": PAIRS}) for name, alias in catalog.aliases().items() if alias.file.stem == "dpo"},
-    "finetune": ([], {"messages": CHATS}),
-    "distill": (["distill.teacher=tiny"], {"messages": CHATS}),
-    "dpo": ([], {"preference": PAIRS}),
-    "reward": ([], {"preference": PAIRS}),
-    "kto": ([], {"preference": PAIRS[:2], "unpaired": UNPAIRED[:4]}),
-    "classify": ([], {"label": TOPICS, "labels": [{"text": row["text"], "labels": [row["label"]]} for row in TOPICS]}),
-    "grpo": (["rewards=exact_answer"], {"prompt": PROBLEMS[:2], "messages": PROMPTS[:2]}),
-    "ppo": (["rewards=exact_answer"], {"prompt": PROBLEMS[:4]}),
-    "online_dpo": (["rewards=exact_answer"], {"prompt": PROBLEMS}),
-}
-CASES = [(recipe, kind) for recipe, (_, formats) in TRAINING.items() for kind in formats]
+from tests.recipes.cases import FORMATS, REQUIRED
 
 
 def start(recipe: str, *settings: str) -> Any:
@@ -79,9 +29,8 @@ def _from_an_empty_folder(tmp_path, monkeypatch) -> None:
 
 
 def command_of(recipe: str, kind: str, model: str = "tiny") -> list[str]:
-    settings, formats = TRAINING[recipe]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in formats[kind]))
-    return [f"model.path={model}", "data.source=rows.jsonl", *settings]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in FORMATS[recipe][kind]))
+    return [f"model.path={model}", "data.source=rows.jsonl", *REQUIRED.get(recipe, ())]
 
 
 def stop_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +46,13 @@ def stop_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_recipe_is_tried() -> None:
     others = {"chat", "evaluate", "generate", "quantize"}
-    assert TRAINING.keys() | others == {*catalog.recipes(), *catalog.aliases()}
+    assert FORMATS.keys() | others == {*catalog.recipes(), *catalog.aliases()}
 
 
-@pytest.mark.parametrize(("recipe", "kind"), CASES)
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [(recipe, kind) for recipe, formats in FORMATS.items() for kind in formats]
+)
 def test_the_same_command_resumes_and_then_takes_the_next_name(recipe, kind, monkeypatch, capsys) -> None:
     command = command_of(recipe, kind)
     first = Path("runs") / f"tiny_{catalog.without_alias(recipe)}"
@@ -127,15 +79,16 @@ def own_model() -> str:
     return "models/My Model"
 
 
-@pytest.mark.parametrize("recipe", [name for name in TRAINING if name not in catalog.aliases()])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("recipe", [name for name in FORMATS if name not in catalog.aliases()])
 def test_with_a_model_of_ones_own(recipe, own_model) -> None:
-    command = command_of(recipe, next(iter(TRAINING[recipe][1])), own_model)
+    command = command_of(recipe, next(iter(FORMATS[recipe])), own_model)
     command = [word.replace("teacher=tiny", f"teacher={own_model}") for word in command]
     assert start(recipe, *command) == Path(f"runs/My-Model_{recipe}")
 
 
 def test_a_run_is_a_model(capsys) -> None:
-    """As model.path, distill.teacher, value.path and a reward: its newest checkpoint, which config.yaml records."""
+    """As model.path and distill.teacher: its newest checkpoint, which config.yaml records."""
     first = start("full_finetune_single_device", *command_of("full_finetune_single_device", "messages"))
     newest = f"{first}/step_00000002"
     teacher = [f"model.path={first}", f"distill.teacher={first}", "data.source=rows.jsonl"]
@@ -144,6 +97,10 @@ def test_a_run_is_a_model(capsys) -> None:
     assert f"path: {newest}\n" in (text := (taught / "config.yaml").read_text())
     assert f"teacher: {newest}\n" in text
     assert f"run         teacher {newest}\n" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_run_is_a_value_model_a_reward_and_no_model_if_it_has_an_adapter() -> None:
     pairs = command_of("reward", "preference")
     judge = start("reward", *pairs)
     tuned = start("ppo", *command_of("ppo", "prompt")[:2], f"rewards={judge}", f"value.path={judge}")
@@ -153,15 +110,16 @@ def test_a_run_is_a_model(capsys) -> None:
         start("finetune", "model.path=runs/lora", "data.source=rows.jsonl")
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_checkpoint_of_the_run_that_it_began_with(monkeypatch, capsys) -> None:
     first = start("full_finetune_single_device", *command_of("full_finetune_single_device", "messages"))
     stop_after_a_step(monkeypatch)
     with pytest.raises(SystemExit):
-        start("dpo", f"model.path={first}", *command_of("dpo", "preference")[1:])
+        start("finetune", *command_of("finetune", "messages", str(first)))
     shutil.copytree(first / "step_00000002", first / "step_00000003")  # the model's run went on
     capsys.readouterr()
-    command = command_of("dpo", "preference", str(first))
-    assert start("dpo", *command) == Path(f"{first}_dpo")
+    command = command_of("finetune", "messages", str(first))
+    assert start("finetune", *command) == Path(f"{first}_finetune")
     assert "step_00000002, the checkpoint that this run began with" in capsys.readouterr().out
 
 
@@ -169,7 +127,7 @@ def test_recipes_that_run_a_model_return_what_they_made(own_model) -> None:
     command_of("finetune", "messages")
     results = start("evaluate", own_model, "data.source=rows.jsonl")
     assert results["answers"].keys() == {"exact_match", "num_right", "num_questions"}
-    assert results["answers"]["num_questions"] == len(CHATS)
+    assert results["answers"]["num_questions"] == len(FORMATS["finetune"]["messages"])
     assert start("quantize", own_model, "kind=int8", "output=small") == Path("small")
     (text,) = start("generate", "small", "prompt=What is 2 plus 3?", "max_new_tokens=8")
     Path("questions.txt").write_text("What is 2 plus 3?\nWhat is 2 plus 3?\n")

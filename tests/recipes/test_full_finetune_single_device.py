@@ -2,21 +2,21 @@
 
 import shutil
 
+import pytest
+
 from lean_ft.system.catalog import recipes
-from tests.recipes.conftest import TINY
 
 RECIPE = "full_finetune_single_device"
-SETTINGS = (*TINY, "data.source=tiny/validation.jsonl", "data.max_length=64", "optimizer.lr=1e-3", "batch_size=8")
-SETTINGS += ("max_steps=8",)
 
 
 def numbers(lines):
     return [(line["loss"], line["grad_norm"], line["tokens"], line["target_tokens"]) for line in lines]
 
 
+@pytest.mark.long
 def test_a_copy_equals_the_recipe(train, tmp_path):
     copy = shutil.copy(recipes()[RECIPE], tmp_path / "mine.py")
-    assert numbers(train(name=str(copy), output="copy")) == numbers(train())
+    assert numbers(train("max_steps=3", name=str(copy), output="copy")) == numbers(train("max_steps=3"))
 
 
 def test_lr_0_leaves_the_weights_bitwise_equal(train, tmp_path):
@@ -25,25 +25,27 @@ def test_lr_0_leaves_the_weights_bitwise_equal(train, tmp_path):
     from lean_ft import load_model
 
     before = dict(load_model("tiny").named_parameters())
-    train("optimizer.lr=0", "optimizer.in_backward=true", "optimizer.weight_decay=0.1")
-    after = load_file(tmp_path / "run/step_00000008/model.safetensors")
+    train("optimizer.lr=0", "optimizer.in_backward=true", "optimizer.weight_decay=0.1", "max_steps=2")
+    after = load_file(tmp_path / "run/step_00000002/model.safetensors")
     assert all((before[name] == tensor).all() for name, tensor in after.items())
 
 
+@pytest.mark.long
 def test_held_out_loss_falls_and_completions_are_compared_by_pattern(train, capsys):
-    lines = train("data.validation_fraction=0.2", "eval_every=4", "eval_answers=5", "eval_pattern=(.)")
+    lines = train("data.validation_fraction=0.2", "eval_every=3", "eval_answers=3", "eval_pattern=(.)")
     first, last = (line["eval_loss"] for line in lines if "eval_loss" in line)
     assert last < first
     assert capsys.readouterr().out.count("exact match of the text that (.) finds last") == 2
 
 
+@pytest.mark.long
 def test_a_complete_run_answers_with_its_trained_weights(train, capsys):
-    settings = ("data.validation_fraction=0.2", "eval_answers=5", "optimizer.lr=5e-3")
+    settings = ("data.validation_fraction=0.2", "eval_answers=3", "optimizer.lr=5e-3")
     train(*settings)
-    learned = capsys.readouterr().out.rpartition("at step 8: ")[2]
+    learned = capsys.readouterr().out.rpartition("at step 6: ")[2]
     train(*settings)
     asked_again = capsys.readouterr().out
-    assert asked_again.count("at step 8: ") == 1
-    assert asked_again.rpartition("at step 8: ")[2] == learned
-    train(*(setting for setting in settings if not setting.startswith("eval_answers")), "eval_answers=2")
-    assert "at step 8: " in capsys.readouterr().out
+    assert asked_again.count("at step 6: ") == 1
+    assert asked_again.rpartition("at step 6: ")[2] == learned
+    train(*(setting for setting in settings if not setting.startswith("eval_answers")), "eval_answers=1")
+    assert "at step 6: " in capsys.readouterr().out

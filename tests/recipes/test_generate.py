@@ -14,7 +14,8 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model, save_model
 from lean_ft.models.few_rows import _can_pack
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import TINY, config_of, recipe_module, run_recipe
+from tests.recipes.cases import CHATS
+from tests.recipes.conftest import config_of, recipe_module, run_recipe
 
 QUESTION = "What is the capital of Zanemar?"
 
@@ -48,6 +49,7 @@ def test_greedy_equals_transformers(generate) -> None:
     assert generate("model.path=tiny", "prompt=The capital of", "chat=false") == transformers_says(plain)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("settings", "packs"),
     [
@@ -73,7 +75,9 @@ def test_many_tokens_of_a_16_bit_model_use_packed_weights(
 
 
 def test_the_seed_decides_the_samples(generate) -> None:
-    drawn = [generate(*TINY_ASKED, "temperature=3", "top_k=300", f"seed={seed}") for seed in (0, 0, 1, 2)]
+    drawn = [
+        generate(*TINY_ASKED, "temperature=3", "top_k=300", "max_new_tokens=6", f"seed={seed}") for seed in (0, 0, 1, 2)
+    ]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3
 
@@ -121,6 +125,7 @@ def test_a_prompt_that_fills_the_context_is_refused(generate, tmp_path: Path) ->
             generate("model.path=tiny", given)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", FILES)
 def test_formats_of_prompt_files(generate, tmp_path: Path, name: str) -> None:
     """Each format asks the same question, and output rows keep their other fields."""
@@ -157,37 +162,33 @@ def test_a_row_without_a_prompt_is_refused_before_sampling(generate, tmp_path: P
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full run and an adapter run, 2 steps each."""
-    folder = tmp_path_factory.mktemp("runs")
-    settings = (*TINY, "data.source=tiny/train.jsonl", "optimizer.lr=5e-3", "batch_size=4", "max_steps=2")
-    settings += ("save_every=1", "schedule.name=constant")
-    for name in ("full", "lora"):
-        run_recipe("finetune", folder / name, *settings, *["lora.rank=4"] * (name == "lora"))
+def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 2 steps."""
+    folder = tmp_path_factory.mktemp("runs") / "lora"
+    run_recipe("finetune", folder, *CHATS, "lora.rank=4", "max_steps=2", "save_every=1", "optimizer.lr=1e-2")
     return folder
 
 
 @pytest.fixture
 def asked(generate):
-    return lambda *settings: generate(*settings, f"prompt={QUESTION}")
+    return lambda *settings: generate(*settings, f"prompt={QUESTION}", "max_new_tokens=8")
 
 
-def test_a_run_means_its_newest_complete_checkpoint(runs: Path, asked, tmp_path: Path) -> None:
-    full = runs / "full"
-    newest, earlier = (asked(f"model.path={full}/step_0000000{step}") for step in (2, 1))
-    assert asked(f"model.path={full}") == newest != earlier
-    damaged = shutil.copytree(full, tmp_path / "damaged")
-    (damaged / "step_00000002" / "config.json").write_text("{}")
+def test_a_run_means_its_newest_complete_checkpoint(adapter_run: Path, asked, tmp_path: Path) -> None:
+    newest, earlier = (asked(f"model.path={adapter_run}/step_0000000{step}") for step in (2, 1))
+    assert asked(f"model.path={adapter_run}") == newest != earlier
+    damaged = shutil.copytree(adapter_run, tmp_path / "damaged")
+    (damaged / "step_00000002" / "adapter_config.json").write_text("{}")
     answer = asked(f"model.path={damaged}")
     assert "step_00000002" in answer and "An earlier checkpoint is used." in answer
     assert answer.endswith(earlier)
 
 
-def test_an_adapter_finds_its_base_model(runs: Path, asked, tmp_path: Path) -> None:
-    adapter = runs / "lora" / "step_00000002"
+def test_an_adapter_finds_its_base_model(adapter_run: Path, asked, tmp_path: Path) -> None:
+    adapter = adapter_run / "step_00000002"
     expected = asked("model.path=tiny", f"adapter={adapter}")
     assert expected != asked("model.path=tiny")
-    for settings in ([f"adapter={adapter}"], [f"adapter={runs}/lora"], [f"model.path={runs}/lora"]):
+    for settings in ([f"adapter={adapter}"], [f"adapter={adapter_run}"], [f"model.path={adapter_run}"]):
         assert asked(*settings) == expected
     two = asked("model.path=tiny", f"adapter=[{adapter},{adapter}]")
     assert asked(f"adapter=[{adapter},{adapter}]") == asked(f"model.path={adapter}", f"adapter={adapter}") == two

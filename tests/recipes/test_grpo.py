@@ -24,26 +24,14 @@ from lean_ft.online import Rewards, Rollouts, Sampler
 from lean_ft.online.rewards import Scores
 from lean_ft.settings import Reward
 from lean_ft.system.user_functions import load_function
-from tests.recipes.conftest import PROBLEMS, Train, config_of, planned
+from tests.recipes import cases
+from tests.recipes.cases import REWARDS, STATEFUL
+from tests.recipes.conftest import Train, config_of, planned
 from tests.tokenizers.conftest import byte_level_tokenizer
 from tests.training.toy_runs import digests, metrics
 
 RECIPE = "grpo"
-SETTINGS = (*PROBLEMS, "rewards=[exact_answer]", "generation.num_answers=4", "optimizer.lr=3e-4", "batch_size=8")
-SETTINGS += ("max_steps=4",)
-REWARDS = '''
-import asyncio
-
-def right(prompts, completions, answer):
-    """Part of the way for a number at all, and none known for some."""
-    return [None if len(said) % 5 == 0 else float(said.strip() == a) for said, a in zip(completions, answer)]
-
-async def short(completions, completion_ids, ended, **columns):
-    await asyncio.sleep(0)
-    assert set(columns) == {"prompts", "answer", "trainer_state", "log_metric", "log_extra"}
-    return [0.1 * done - 0.01 * len(ids) for ids, done in zip(completion_ids, ended)]
-
-'''
+SETTINGS = cases.SETTINGS[RECIPE]
 
 
 @pytest.fixture
@@ -56,16 +44,17 @@ def numbers(lines: list[dict[str, Any]]) -> list[tuple]:
     return [tuple(line.get(name) for name in ("loss", "grad_norm", "reward", "clip_share", "tokens")) for line in lines]
 
 
-ROUNDS = ("generation.steps_per_round=2", "generation.passes=2", "batch_size=4", "generation.temperature=1.3")
+ROUNDS = (*cases.ROUNDS, "batch_size=4", "generation.temperature=1.3")
 BEGINNINGS = [
-    ("loss.name=grpo", "loss.kl_weight=0.1"),
-    (*ROUNDS, "loss.name=dapo", "loss.kl_weight=0.1", "loss.kl=in_reward"),
     (*ROUNDS, "loss.name=gspo", "lora.rank=4", "lora.dropout=0.1", "loss.kl_weight=0.1"),
+    (*ROUNDS, "loss.name=dapo", "loss.kl_weight=0.1", "loss.kl=in_reward"),
+    ("loss.name=grpo", "loss.kl_weight=0.1"),
     (*ROUNDS, "loss.name=cispo", "model.dtype=bfloat16", "memory.activation_checkpointing=full"),
     (*ROUNDS, "loss.name=rloo", "model.dtype=float16"),
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", BEGINNINGS, ids=str)
 def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
     train: Train, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -78,8 +67,8 @@ def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
         return plain(name, now, old, *others, **further)
 
     monkeypatch.setattr(policy, "policy_loss", watched)
-    lines = train(*settings, "max_steps=3")
-    of_first_step = len(ratios) // 3
+    lines = train(*settings, "max_steps=2")
+    of_first_step = len(ratios) // 2
     assert ratios[:of_first_step] == [0.0] * of_first_step
     assert lines[0]["clip_share"] == 0
     if any("kl_weight" in setting for setting in settings):
@@ -165,6 +154,7 @@ def test_a_divergence_that_alone_tells_answers_apart_is_not_rounded_away() -> No
     assert batch.advantages.tolist() == [pytest.approx([above] * 2, rel=1e-6), pytest.approx([-above] * 2, rel=1e-6)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_tokens_of_low_entropy_stay_in_the_denominators_and_the_divergence(name: str) -> None:
     """Against TRL's own method (top_entropy_quantile, arXiv:2506.01939)."""
@@ -204,36 +194,39 @@ def test_prompts_come_in_order_without_shuffling() -> None:
     assert ordered.fingerprint != shuffled.fingerprint
 
 
-def test_filters_leave_out_what_they_say(train: Train) -> None:
-    (whole,) = train("max_steps=1")
-    (cut,) = train("max_steps=1", "loss.mask_truncated=true", output="cut")
-    all_tokens = round(whole["completion_length"] * 16)
+def test_truncated_completions_are_left_out(train: Train) -> None:
+    one = ("max_steps=1", "gradient_accumulation_steps=1")
+    (whole,) = train(*one)
+    (cut,) = train(*one, "loss.mask_truncated=true", output="cut")
+    all_tokens = round(whole["completion_length"] * 8)
     assert whole["target_tokens"] == all_tokens
     assert 0 < whole["truncated"] < 1
-    assert cut["target_tokens"] == all_tokens - round(whole["truncated"] * 16) * 8
+    assert cut["target_tokens"] == all_tokens - round(whole["truncated"] * 8) * 8
+
+
+@pytest.mark.long
+def test_truncated_weights_and_more_attempts_change_the_round(train: Train) -> None:
+    one = ("max_steps=1", "gradient_accumulation_steps=1")
+    (whole,) = train(*one)
     corrected = ("generation.top_k=20", "loss.correction=sequence_truncate")
-    (narrow,) = train("max_steps=1", *corrected, output="narrow")
+    (narrow,) = train(*one, *corrected, output="narrow")
     assert narrow["loss"] != whole["loss"]
     plain, sampled = (
-        train("max_steps=1", f"generation.most_attempts={n}", "generation.num_answers=2", output=f"dynamic{n}")[0]
+        train(*one, f"generation.most_attempts={n}", "generation.num_answers=2", output=f"dynamic{n}")[0]
         for n in (1, 9)
     )
     assert plain["even_groups"] > 0 == sampled["even_groups"]
 
 
-STATEFUL = (*ROUNDS, "save_every=1", "keep_last=9", "sample_every=2")
-STATEFUL += ("rewards=['TMP/mine.py:right', 'TMP/mine.py:short']",)
-STATEFUL += ("generation.most_attempts=2", "loss.entropy_share=0.8", "lora.rank=4", "lora.dropout=0.1", "max_steps=7")
-
-
 @pytest.mark.long
 def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(train: Train, tmp_path: Path) -> None:
     """SIGKILL at random moments: while it samples, scores, updates or saves."""
-    train(*STATEFUL)
+    often = (*STATEFUL, "save_every=1", "keep_last=9")
+    train(*often)
     whole, generator = tmp_path / "run", random.Random(0)
     for run in range(6):
         output = tmp_path / f"killed{run}"
-        given = [*SETTINGS, *STATEFUL, f"output_dir={output}"]
+        given = [*SETTINGS, *often, f"output_dir={output}"]
         command = [sys.executable, "-m", "lean_ft", "run", "grpo"]
         command += [one.replace("TMP", str(tmp_path)) for one in given]
         for _ in range(6):
@@ -246,21 +239,22 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(train: T
                 process.wait()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         assert metrics(output, timed=False) == metrics(whole, timed=False)
-        assert digests(output / "step_00000007") == digests(whole / "step_00000007")
+        assert digests(output / "step_00000005") == digests(whole / "step_00000005")
         assert (output / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
 UNTRAINED = {  # the reward of each completion, settings and what the log says
-    "none": ("None", (), "no completion has a reward, because all reward functions returned None"),
     "cut": (
         "float(len(said))",
         ("generation.max_new_tokens=1", "loss.mask_truncated=true"),
         "all completions that have a reward were cut at generation.max_new_tokens",
     ),
     "equal": ("1.0", (), "all completions of each prompt have the same reward. .*generation.most_attempts=4"),
+    "none": ("None", (), "no completion has a reward, because all reward functions returned None"),
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", UNTRAINED)
 def test_a_step_that_trains_nothing_says_why(train: Train, tmp_path: Path, case: str, capsys) -> None:
     value, settings, reason = UNTRAINED[case]
@@ -291,7 +285,7 @@ def test_functions_log_metrics_and_columns(train: Train, tmp_path: Path) -> None
     )
     logs = "rewards=['TMP/logs.py:f']"
     held_out = ("data.validation_fraction=0.01", "eval_every=2", "sample_every=1", "generation.steps_per_round=2")
-    given = (logs, *held_out, "save_every=1", "keep_last=9")
+    given = (logs, *held_out, "gradient_accumulation_steps=1")
     rows = train(*given, "max_steps=1")
     assert rows[0].pop("eval_completion_length") > 0
     logged = {"eval_share": 1.5, "extra/eval_reward": 7, "extra/eval_loss": 7, "eval_lr": 7, "eval_step": 7}
@@ -417,14 +411,18 @@ def test_a_function_that_exits_ends_no_run_as_complete(tmp_path: Path, processes
     assert "your function called os._exit(0)" in done.stdout + done.stderr
 
 
+FOUR = ("batch_size=4", "gradient_accumulation_steps=1")  # completions of a step
+
+
+@pytest.mark.long
 def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
     rewards = tmp_path / "later.py"
     body = "    return [float(len(said)) for said in completions]\n"
     rewards.write_text(
         "calls = 0\ndef f(completions):\n    global calls\n    calls += 1\n    assert calls < 3, 'no'\n" + body
     )
-    given = (f"rewards=['{rewards}:f']", "save_every=0")
-    with pytest.raises(RuntimeError, match="failed at .*line 697: AssertionError: no"):
+    given = (f"rewards=['{rewards}:f']", "save_every=0", "max_steps=3", *FOUR)
+    with pytest.raises(RuntimeError, match="failed at .*line [0-9]+: AssertionError: no"):
         train(*given)
     assert (tmp_path / "run" / "step_00000002").is_dir()
     rewards.write_text(f"def f(completions):\n{body}")
@@ -432,6 +430,7 @@ def test_a_failing_reward_keeps_the_run(train: Train, tmp_path: Path) -> None:
     assert numbers(lines) == numbers(train(*given, output="undisturbed"))
 
 
+@pytest.mark.long
 def test_the_planner_counts_it() -> None:
     """The peak includes the caches of sampling, and the reference model if there is one."""
 

@@ -81,6 +81,7 @@ def test_a_text_prompt_needs_no_tower(folder: Path, monkeypatch: pytest.MonkeyPa
     assert (run("generate", folder, f"prompt={ASKED}"), opened) == ([expected()], ["none"])
 
 
+@pytest.mark.long
 def test_chat(folder: Path, expected: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     (folder / "rows" / "broken.png").write_bytes((folder / "rows" / "0.png").read_bytes()[:900])
     monkeypatch.chdir(folder / "rows")

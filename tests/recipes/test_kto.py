@@ -11,15 +11,16 @@ from transformers import AutoModelForCausalLM
 from lean_ft.data import UnpairedBatch, unpaired_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import PAIRS, Train, config_of, first_rows, planned, run_recipe, update
+from tests.recipes import cases
+from tests.recipes.conftest import Train, config_of, first_rows, planned, run_recipe, update
 
 RECIPE = "kto"
-SETTINGS = (*PAIRS, "optimizer.lr=1e-4")
+SETTINGS = cases.SETTINGS[RECIPE]
 WEIGHTS = ("loss.desirable_weight=1.5", "loss.undesirable_weight=0.5", "loss.beta=0.3")
 
 
 @cache
-def by_hand(name: str, packing: str, num_steps: int = 8) -> tuple[list[float], list[float]]:
+def by_hand(name: str, packing: str, num_steps: int = 4) -> tuple[list[float], list[float]]:
     """KTO written by hand: one completion at a time, whole logits, two transformers models, torch's AdamW.
     Return losses and baselines."""
     config = config_of("kto", *SETTINGS, f"data.packing={packing}")
@@ -71,24 +72,26 @@ def by_hand(name: str, packing: str, num_steps: int = 8) -> tuple[list[float], l
 
 EQUAL = [
     ("kto", ()),
+    ("bco", ("batch_size=2", "gradient_accumulation_steps=2")),
     ("kto", ("data.packing=padding_free", "reference.kind=model", "optimizer.in_backward=true")),
     ("kto", ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2")),
     ("bco", ()),
-    ("bco", ("batch_size=2", "gradient_accumulation_steps=2")),
     ("apo_zero_unpaired", ("batch_size=1", "gradient_accumulation_steps=4", "memory.tied_gradient=separate")),
 ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "settings"), EQUAL, ids=str)
-def test_eight_steps_equal_a_loop_by_hand(train: Train, name: str, settings: tuple[str, ...]) -> None:
+def test_four_steps_equal_a_loop_by_hand(train: Train, name: str, settings: tuple[str, ...]) -> None:
     """Also with micro-batches, except kto: its baseline uses the prompts and completions of one micro-batch."""
-    lines = train("max_steps=8", f"loss.name={name}", *WEIGHTS, *settings)
+    lines = train("max_steps=4", f"loss.name={name}", *WEIGHTS, *settings)
     losses, baselines = by_hand(name, "padding_free" if "data.packing=padding_free" in settings else "none")
     assert name == "apo_zero_unpaired" or max(map(abs, baselines)) > 0.02
     assert [line["loss"] for line in lines] == pytest.approx(losses, abs=5e-5)  # as in test_dpo
     assert [line["baseline"] for line in lines] == pytest.approx(baselines, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.long
 def test_the_planner_counts_adapter_and_full_runs() -> None:
     def peak(*settings: str) -> int:
         return planned("kto", *SETTINGS, *settings).peak_bytes
@@ -98,6 +101,7 @@ def test_the_planner_counts_adapter_and_full_runs() -> None:
     assert peak("reference.kind=cached") == pytest.approx(peak("loss.name=apo_zero_unpaired"), rel=0.05)
 
 
+@pytest.mark.long
 def test_the_reference_computes_each_text_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """10 completions, whose batches change in each of 3 epochs, and each epoch's 10 mismatched ones."""
     settings = (*SETTINGS, first_rows("tiny/pairs_train.jsonl", 5, tmp_path), "max_steps=null", "epochs=3")

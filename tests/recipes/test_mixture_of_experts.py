@@ -13,7 +13,8 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import TokenLogProbs
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import PROBLEMS, TINY, run_recipe
+from tests.recipes.cases import PROBLEMS, TINY
+from tests.recipes.conftest import run_recipe
 
 COEFFICIENT = 0.3
 DATA = {"source": "tiny/validation.jsonl", "max_length": 64}
@@ -74,6 +75,7 @@ def test_the_router_loss_equals_transformers_without_padding(train, folder):
     assert line["router_aux_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_equal_and_opens_in_transformers(train, folder, tmp_path):
     settings = ("save_every=2", "schedule.name=constant", "optimizer.in_backward=true")
     whole = losses(train(*settings, output="whole"))
@@ -123,6 +125,7 @@ def differences(folder, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_replayed_routers_choose_the_experts_of_sampling(differences, recipe):
     """In bfloat16, single tokens and whole rows round differently, which changes the experts of some tokens. With grpo, the
@@ -136,6 +139,7 @@ def test_replayed_routers_choose_the_experts_of_sampling(differences, recipe):
     assert ("router_aux_loss" in line) == (recipe == "ppo")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["grpo", "online_dpo"])
 def test_a_run_resumed_in_a_round_repeats_the_routers_choices(folder, tmp_path, recipe):
     given = [*ONLINE, f"model.path={folder}", "generation.router_replay=true", "schedule.name=constant"]

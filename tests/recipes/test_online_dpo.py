@@ -7,11 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from lean_ft import load_model
-from tests.recipes.conftest import PROBLEMS, Train
+from tests.recipes.conftest import Train
 
 RECIPE = "online_dpo"
-SETTINGS = (*PROBLEMS, "rewards=[length]", "generation.num_answers=3", "optimizer.lr=1e-4", "batch_size=2")
-SETTINGS += ("max_steps=3",)
 
 
 def test_the_best_and_worst_completions_form_a_pair_unless_equal(train: Train, tmp_path: Path, capsys) -> None:

@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from lean_ft import load_model
-from tests.recipes.conftest import PROBLEMS, Train, planned
+from tests.recipes.cases import SETTINGS
+from tests.recipes.conftest import Train, planned
 
 RECIPE = "ppo"
-SETTINGS = (*PROBLEMS, "rewards=[length]", "generation.passes=2", "optimizer.lr=1e-4", "batch_size=4", "max_steps=3")
 
 
-@pytest.mark.parametrize("settings", [(), ("lora.rank=4", "loss.gae_lambda=0.5")], ids=["full", "adapter"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("settings", [("lora.rank=4", "loss.gae_lambda=0.5"), ()], ids=["adapter", "full"])
 def test_ratios_start_at_1_and_values_at_0(train: Train, settings: tuple[str, ...], tmp_path: Path) -> None:
     first, _ = train(*settings, "save_every=1", "max_steps=2")
     folder = tmp_path / "run"
@@ -57,12 +58,13 @@ def test_muon_leaves_both_output_layers_to_adamw(train: Train, tmp_path: Path) -
     assert kept["value.own.score.weight"] == kept[embedding] != kept[matrix]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_value_model_is_planned(processes: int) -> None:
     """A separate model with gradients and optimizer state, sharded like the policy; next to nothing with an adapter."""
 
     def weights(*settings: str) -> int:
-        found = planned("ppo", *SETTINGS, "loss.kl_weight=0", *settings, device=None, processes=processes)
+        found = planned("ppo", *SETTINGS["ppo"], "loss.kl_weight=0", *settings, device=None, processes=processes)
         return found.peak.bytes_by_label["weights"]
 
     parameters = sum(parameter.nbytes for parameter in load_model("tiny").parameters())

@@ -19,19 +19,25 @@ from lean_ft.models.config import MixtureConfig
 from lean_ft.optim import build_optimizer
 from lean_ft.quantize import quantize
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import TINY, Train, config_of, first_rows, recipe_module
+from tests.recipes import cases
+from tests.recipes.conftest import Train, config_of, first_rows, recipe_module
 
 RECIPE = "finetune"
-SETTINGS = (*TINY, "data.source=tiny/train.jsonl", "batch_size=4", "max_steps=3", "optimizer.lr=1e-3")
-SETTINGS += ("schedule.name=constant", "clip_grad_norm=1.0")
-KINDS = ("int8", "int4", "float8", "int8_dynamic_int8_weight", "int8_dynamic_int4_weight")
+SETTINGS = (*cases.CHATS, "max_steps=3", "schedule.name=constant", "clip_grad_norm=1.0")
+KINDS = ("int8_dynamic_int4_weight", "float8", "int8", "int4", "int8_dynamic_int8_weight")
 IDS = torch.arange(48).reshape(2, 24) * 13 % 768
+
+
+@pytest.fixture
+def own_settings() -> tuple[str, ...]:
+    return SETTINGS
 
 
 def run(*settings: str) -> None:
     recipe_module("quantize").main(config_of("quantize", "model.dtype=float32", *settings))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_computes_the_same(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = first_rows("tiny/validation.jsonl", 24, tmp_path)
@@ -68,6 +74,7 @@ def _plain_loss(model: nn.Module, rows: str) -> float:
     return total / count
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["int4", "int8_dynamic_int4_weight"])
 def test_training_and_conversion_equal_torchao_bitwise(train: Train, kind: str, tmp_path: Path) -> None:
     train(f"quantize.train={kind}")
@@ -101,6 +108,7 @@ def test_training_and_conversion_equal_torchao_bitwise(train: Train, kind: str, 
     assert all(torch.equal(written[name], expected[name]) for name in written)
 
 
+@pytest.mark.long
 def test_memory_settings_change_no_bit_of_quantization_aware_training(train: Train, tmp_path: Path) -> None:
     kind = ("quantize.train=int8_dynamic_int4_weight", "clip_grad_norm=null")
     lean = ("optimizer.in_backward=true", "memory.activation_checkpointing=full")

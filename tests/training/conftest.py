@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from tests.training.toy_runs import QWEN
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(QWEN))
+    (folder / "config.json").write_text(json.dumps({**QWEN, "num_hidden_layers": 1}))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     return folder
 
@@ -55,6 +56,17 @@ def train(recipe: ModuleType, config: Callable[..., Any]) -> Callable[..., Path]
     return run
 
 
+@pytest.fixture(scope="session")
+def stopped_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("stopped") / "run", max_steps=4, save_every=2)
+
+
+@pytest.fixture
+def run(stopped_run: Path, tmp_path: Path) -> Path:
+    """A copy of a run stopped at step 4 of 12, with checkpoints at 2 and 4."""
+    return shutil.copytree(stopped_run, tmp_path / "run")
+
+
 @pytest.fixture
 def interrupted(recipe: ModuleType, config: Callable[..., Any], monkeypatch) -> Callable[..., Path]:
     """Run the toy recipe until the body of a step fails, and return its directory. With `killed`, nothing is saved."""
@@ -77,7 +89,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     bytes_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    (folder / "config.json").write_text(json.dumps({**QWEN, "vocab_size": 264}))
+    (folder / "config.json").write_text(json.dumps({**QWEN, "vocab_size": 264, "num_hidden_layers": 1}))
     rows = [{"prompt": f"{n} times {n} is ", "completion": str(n * n)[: 1 + n % 3] * (1 + n % 4)} for n in range(13)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -40,6 +40,7 @@ def optimizer_state(run, step):
     return load_file(run / f"step_{step:08d}/training_state/optimizer.safetensors")
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("bad_micro_batch", [0, 1])
 @pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true"], ["model.dtype=float16"]], ids=str)
 def test_a_step_whose_loss_is_not_finite_leaves_weights_and_state_as_they_were(
@@ -66,6 +67,7 @@ def test_a_step_whose_loss_is_not_finite_leaves_weights_and_state_as_they_were(
     assert len(list((run / "bad_batches").iterdir())) == 2
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_gradient_that_is_not_finite_reaches_no_weight(in_backward, train_real, monkeypatch, tmp_path):
     """The loss is finite. With updates in backward, the other parameters are already updated and this gradient is
@@ -93,6 +95,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight(in_backward, train_real
     assert (run / "bad_batches/step_00000002.json").exists()
 
 
+@pytest.mark.long
 def test_too_many_bad_steps_end_the_run_with_its_weights_saved(poison, train_real, tmp_path):
     poison(*range(2, 8))
     with pytest.raises(
@@ -148,6 +151,7 @@ def test_a_model_that_predicts_nothing_is_told_of_once(losses, times_said, tmp_p
     assert capsys.readouterr().out.count("the model predicts nothing: for 10 steps") == times_said
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true"]], ids=str)
 def test_of_a_masked_out_step_nothing_was_measured_and_it_is_no_bad_one(
     settings, train_real, monkeypatch, tmp_path, capsys

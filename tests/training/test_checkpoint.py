@@ -18,11 +18,6 @@ from lean_ft.training.checkpoint import restore_optimizer, restore_weights
 from tests.training.toy_runs import digests
 
 
-@pytest.fixture
-def run(train, tmp_path):
-    return train(tmp_path / "run", max_steps=4, save_every=2)
-
-
 def flip_a_byte(path, position=-1):
     content = bytearray(path.read_bytes())
     content[position] ^= 1
@@ -51,6 +46,7 @@ def test_manifest_is_written_last(run):
     assert max(written, key=lambda path: written[path]) == folder / "manifest.json"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "name",
     [

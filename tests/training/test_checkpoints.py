@@ -47,6 +47,7 @@ def test_the_newest_the_multiples_and_the_best_stay(config, tmp_path):
     assert kept(save_every="auto", keep_last=1, keep_every=30) == {30, 60}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("save_async", ["false", "true"])
 def test_a_run_keeps_what_it_was_told_to(save_async, train, recipe, monkeypatch, tmp_path, capsys):
     log_evaluation = recipe.Run.log_evaluation
@@ -62,6 +63,7 @@ def test_a_run_keeps_what_it_was_told_to(save_async, train, recipe, monkeypatch,
     assert digests(run / names[-1]) == digests(train(tmp_path / "all", eval_every=2) / names[-1])
 
 
+@pytest.mark.long
 def test_a_damaged_later_checkpoint_counts_for_nothing(train, tmp_path):
     """Otherwise the newest complete checkpoint would be deleted."""
     run = train(tmp_path / "run", max_steps=8, save_every=2)
@@ -89,10 +91,12 @@ def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
     assert most(save_every="auto") == 3
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true", "optimizer.name=adamw_8bit"]], ids=str)
 def test_checkpoints_are_those_of_a_run_that_waits(settings, train_real, tmp_path):
-    waited = train_real(tmp_path / "waited", *settings, "save_every=1")
-    run = train_real(tmp_path / "run", *settings, "save_every=1", "save_async=true")
+    settings = [*settings, "save_every=1", "max_steps=4"]
+    waited = train_real(tmp_path / "waited", *settings)
+    run = train_real(tmp_path / "run", *settings, "save_async=true")
     assert [p.name for p in list_checkpoints(run)] == [p.name for p in list_checkpoints(waited)]
     for folder in list_checkpoints(waited):
         assert digests(run / folder.name) == digests(folder)

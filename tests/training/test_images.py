@@ -98,6 +98,7 @@ def our_logits(model: Decoder, folder: Path, family: str) -> list[torch.Tensor]:
     return [model(**batch.inputs)[0, :length] for batch, length in zip(batches, lengths, strict=True)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("images", ["frozen", "train"])
 @pytest.mark.parametrize(
     "settings",
@@ -134,6 +135,7 @@ def test_three_steps_equal_a_plain_loop_on_transformers(folder, train, family, s
     assert moved == ({False, True} if images == "train" else {False})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
@@ -153,6 +155,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(train, settings):
     assert digests(parts) == digests(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("targets", ["[q_proj,down_proj]", "[q_proj,vision.blocks.*]"])
 def test_peft_opens_the_adapter_with_equal_logits(folder, train, targets):
     images = "train" if "vision" in targets else "frozen"
@@ -176,6 +179,7 @@ def test_the_checkpoint_is_a_complete_folder(folder, train):
         assert (checkpoint / name).read_bytes() == (folder / "qwen3_vl" / name).read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_projector_trains_alone_at_its_own_learning_rate(folder, train, family):
     settings = ("model.images=train", "optimizer.name=sgd", "train=[vision.*merger*]", "max_steps=1")
@@ -204,6 +208,7 @@ def test_noise_is_added_to_embeddings_of_text_alone(folder):
     assert is_equal.nonzero()[:, 0].tolist() == batch.inputs["images"].places.tolist()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "settings", [("model.images=train",), ("model.images=train", "lora.targets=[vision.blocks.*]")]
 )
@@ -227,6 +232,7 @@ def test_a_gguf_file_of_a_frozen_tower_has_the_language_model(train, tmp_path):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [
     ("memory.activation_checkpointing=full",),
     ("memory.activation_checkpointing=selective", "memory.tile_mlp=2"),
@@ -281,6 +287,7 @@ def write_pairs(folder: Path, rows: Path, numbers: list[int]) -> str:
     return f"data.source={file}"
 
 
+@pytest.mark.long
 def test_pairs_with_equal_ids_share_nothing_but_their_own_image(folder, train, tmp_path, capfd):
     """Picture 4 has the size of picture 0, so both rows have equal ids."""
     rows = folder / "qwen3_vl_rows"
@@ -307,6 +314,7 @@ def test_pairs_with_equal_ids_share_nothing_but_their_own_image(folder, train, t
     assert counts == {"both": (2, 48), "second": (1, 24), "unshared": (4, 48), "packed": (2, 48)}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("images", "passes"), [("frozen", 1), ("train", 2)])
 def test_a_frozen_tower_is_computed_once_for_the_policy_and_its_reference(
     folder, train, tmp_path, monkeypatch, images, passes
@@ -326,6 +334,7 @@ def test_a_frozen_tower_is_computed_once_for_the_policy_and_its_reference(
     assert found["adapter_off"][1] == found["model"][1]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("settings", [(), ("lora.rank=4",)], ids=["full", "adapter"])
 def test_a_reward_model_is_opened_with_its_tower(folder, train, tmp_path, settings):
     source = write_pairs(tmp_path, folder / "qwen3_vl_rows", [0, 1])

@@ -49,6 +49,7 @@ def wait_for(file, text, process):
         time.sleep(0.01)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train, recipe, tmp_path):
     # log_every: metrics that were not written before the signal are written too.
@@ -68,6 +69,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(number, code, launch, train
     assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="os.login_tty and hang-ups of terminals differ")
 def test_a_closed_terminal_saves(overrides, tmp_path):
     """The terminal sends SIGHUP, and all that is printed afterwards fails."""
@@ -98,6 +100,7 @@ def test_a_second_signal_ends_at_once(launch, tmp_path):
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000001", "step_00000002"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("save_every", [2, "auto"])
 def test_killed_while_training_the_run_goes_on_from_its_checkpoint(save_every, launch, train, tmp_path, capsys):
     process = launch(tmp_path / "run", save_every=save_every, max_steps=4)
@@ -110,6 +113,7 @@ def test_killed_while_training_the_run_goes_on_from_its_checkpoint(save_every, l
     assert [row["step"] for row in metrics(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_sigusr1_saves_and_the_run_goes_on(recipe, config, monkeypatch, tmp_path, capfd):
     take = recipe.Batches.take
     count = iter(range(100))
@@ -125,11 +129,12 @@ def test_sigusr1_saves_and_the_run_goes_on(recipe, config, monkeypatch, tmp_path
     assert "SIGUSR1: will save after this step and continue." in capfd.readouterr().err
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
     number, train_real, inputs, monkeypatch, tmp_path, capsys
 ):
-    settings = ["save_every=0", "eval_every=2", f"data.validation_source={inputs / 'rows.jsonl'}"]
+    settings = ["save_every=0", "eval_every=2", "max_steps=4", f"data.validation_source={inputs / 'rows.jsonl'}"]
     count = iter(range(100))
     batch = ArrangedDocuments.batch
 
@@ -145,11 +150,11 @@ def test_in_an_evaluation_the_step_before_it_is_saved_at_once(
     assert stopped.value.code == 128 + number
     assert next(count) == 4  # no batch was computed after it
     out = capsys.readouterr().out
-    assert "stopped     after step 2 of 12; all steps are saved. To resume, run:" in out
+    assert "stopped     after step 2 of 4; all steps are saved. To resume, run:" in out
     assert "interrupted; " in out
     train_real(tmp_path / "run", *settings)
     whole = train_real(tmp_path / "whole", *settings)
-    assert digests(tmp_path / "run/step_00000012") == digests(whole / "step_00000012")
+    assert digests(tmp_path / "run/step_00000004") == digests(whole / "step_00000004")
     assert metrics(tmp_path / "run", timed=False) == metrics(whole, timed=False)
 
 

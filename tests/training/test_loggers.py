@@ -120,6 +120,7 @@ READERS |= {"trackio": read_trackio, "swanlab": read_swanlab}
 MODULES = {name: name for name in READERS} | {"csv": "csv"}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name == "mlflow" else name for name in READERS]
 )
@@ -218,6 +219,7 @@ def fail_at_the_third_call(completions, calls=[]):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loggers", "processes"),
     [("csv,tensorboard,wandb", 1), pytest.param("csv,tensorboard,wandb,mlflow", 2, marks=pytest.mark.long)],

@@ -45,6 +45,7 @@ def test_the_commit_is_recorded(repository, train, tmp_path, capsys):
     assert state["settings"]["model.path"] == f"org/toy@{OLD}"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_resumed_run_stays_where_it_began(repository, train, tmp_path, capsys, recipe, monkeypatch, saved):
     whole = train(tmp_path / "whole", max_steps=4)
@@ -64,6 +65,7 @@ def test_a_resumed_run_stays_where_it_began(repository, train, tmp_path, capsys,
     assert digests(part / "step_00000004") == digests(whole / "step_00000004")
 
 
+@pytest.mark.long
 def test_a_run_without_output_dir_finds_its_own_run(repository, recipe, config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cfg = config(DEFAULT_OUTPUT_DIR, model__path="org/toy", max_steps=4)
@@ -78,6 +80,7 @@ def test_a_run_without_output_dir_finds_its_own_run(repository, recipe, config, 
     assert f"path: org/toy@{NEW}" in Path("runs/toy_toy_recipe_2/config.yaml").read_text()
 
 
+@pytest.mark.long
 def test_a_branch_from_a_checkpoint_stays_and_a_new_run_takes_the_newest(repository, train, tmp_path):
     run = train(tmp_path / "run", max_steps=2)
     repository.revisions["main"] = NEW
@@ -87,6 +90,7 @@ def test_a_branch_from_a_checkpoint_stays_and_a_new_run_takes_the_newest(reposit
     assert f"path: org/toy@{NEW}" in (new / "config.yaml").read_text()
 
 
+@pytest.mark.long
 def test_a_named_branch_that_moved_is_another_model(repository, train, tmp_path):
     run = train(tmp_path / "run", max_steps=1, model__path="org/toy@main")
     train(run, max_steps=2, model__path="org/toy@v1")  # the same commit by another name

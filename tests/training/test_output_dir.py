@@ -56,6 +56,7 @@ def test_names_of_models(path, name, config):
     assert config(DEFAULT_OUTPUT_DIR, model__path=path).output_dir == Path(f"runs/{name}_toy_recipe")
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -71,6 +72,7 @@ def test_an_unfinished_run_resumes_with_settings_that_keep_what_it_learns(settin
     assert choice(config, **settings) == (str(unfinished), "resumes its unfinished run")
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -104,6 +106,7 @@ def test_a_finished_run_is_never_extended(first, train, config, interrupted):
     assert choice(config)[1] == f"resumes its unfinished run; {first} holds a finished run"
 
 
+@pytest.mark.long
 def test_a_run_that_was_extended_is_finished_again(first, train, interrupted, config):
     train(first, max_steps=2)
     interrupted(first, 4, killed=False)  # with output_dir set

@@ -1,6 +1,7 @@
 """Frozen weights do not change; NEFTune noise has the right scale and only in training; unsupported recipes raise
 errors."""
 
+import json
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from lean_ft.models import load_model
 from lean_ft.peft import apply_lora
 from lean_ft.settings import LoRAConfig
 from lean_ft.training.regularization import add_embedding_noise, freeze_parameters
-from tests.training.toy_runs import metrics
+from tests.training.toy_runs import QWEN, metrics
 
 LAYER_NORMS = {
     f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in ("input_layernorm", "post_attention_layernorm")
@@ -20,8 +21,9 @@ LAYER_NORMS = {
 
 
 @pytest.fixture
-def model(model_folder):
-    return load_model(model_folder, random_init=True)
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    return load_model(tmp_path, random_init=True)
 
 
 def trained(model):
@@ -70,12 +72,13 @@ def test_patterns_that_choose_nothing_are_refused(freeze, train, message, model)
         freeze_parameters(model, freeze, train)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("optimizer", [[], ["optimizer.in_backward=true", "memory.activation_checkpointing=full"]])
 def test_frozen_weights_keep_every_bit(optimizer, train_real, tmp_path):
-    run = train_real(tmp_path / "run", *optimizer, "save_every=1", "max_steps=3", "freeze=[embed_tokens,layers.0]")
+    run = train_real(tmp_path / "run", *optimizer, "save_every=1", "max_steps=3", "freeze=[embed_tokens,mlp]")
     first, last = (load_file(run / f"step_0000000{step}/model.safetensors") for step in (1, 3))
     same = {name for name in first if torch.equal(first[name], last[name])}
-    assert same == {name for name in first if "embed_tokens" in name or "layers.0." in name}
+    assert same == {name for name in first if "embed_tokens" in name or "mlp" in name}
     with pytest.raises(ValueError, match=r"freeze: .* then, \[\] now"):
         train_real(run, *optimizer, "max_steps=4")
 
@@ -102,7 +105,7 @@ def test_noise_is_even_and_shrinks_with_the_length_of_the_sequence(batch, length
     add_embedding_noise(model, alpha=5.0)
     ids = torch.randint(0, 64, (2, 6))
     torch.manual_seed(0)
-    noise = torch.stack([added_noise(model, input_ids=ids, **batch) for _ in range(300)])  # (300, B, T, D)
+    noise = torch.stack([added_noise(model, input_ids=ids, **batch) for _ in range(50)])  # (50, B, T, D)
     scale = 5.0 / (torch.tensor(lengths) * 16.0).sqrt()
     assert torch.allclose(noise.abs().amax((0, 3)), scale, rtol=0.01)
     assert torch.allclose(noise.std((0, 3)), scale / math.sqrt(3), rtol=0.05)

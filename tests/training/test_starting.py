@@ -8,16 +8,11 @@ import pytest
 from tests.training.toy_runs import digests, metrics
 
 
-@pytest.fixture
-def run(train, tmp_path):
-    """A run stopped at step 4 of 12, with checkpoints at 2 and 4."""
-    return train(tmp_path / "run", max_steps=4, save_every=2)
-
-
 def restart(train, run, **settings):
     return train(run, **{"max_steps": 6, "save_every": 2, **settings})
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("setting", "value", "old", "new"),
     [
@@ -49,12 +44,14 @@ def test_another_model_or_recipe_is_refused(run, train, model_folder, monkeypatc
         restart(train, run)
 
 
+@pytest.mark.long
 def test_how_long_and_how_often_are_free(run, train, capsys):
     restart(train, run, save_every=3, eval_every=1, log_every=2, epochs=40)
     assert "changed" not in capsys.readouterr().out
     assert (run / "step_00000006").exists()
 
 
+@pytest.mark.long
 def test_what_moves_the_numbers_is_allowed_and_said(run, train, capsys):
     ratios = {"optimizer__lr_ratios": "{embed_tokens: 0.1}"}
     restart(train, run, optimizer__lr=0.5, clip_grad_norm=1.0, schedule__warmup_steps=2, **ratios)
@@ -63,6 +60,7 @@ def test_what_moves_the_numbers_is_allowed_and_said(run, train, capsys):
     assert all(f"changed     {name}: " in said for name in changed)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -90,6 +88,7 @@ def test_another_model_is_refused_even_before_the_first_checkpoint(train, interr
     assert len(metrics(tmp_path / "run")) == 2
 
 
+@pytest.mark.long
 def test_never_refuses_a_directory_with_a_run(run, train, tmp_path):
     with pytest.raises(ValueError, match=r"holds a run, and resume=never"):
         restart(train, run, resume="never")
@@ -106,6 +105,7 @@ def test_a_path_continues_in_a_new_directory(run, train, tmp_path):
     assert (start["start_step"], start["resumed_from"]) == (2, str(run / "step_00000002"))
 
 
+@pytest.mark.long
 def test_a_branch_that_saved_nothing_begins_again(run, train, interrupted, tmp_path):
     interrupted(tmp_path / "branch", 3, resume=run / "step_00000002")
     branch = restart(train, tmp_path / "branch", resume=run / "step_00000002")

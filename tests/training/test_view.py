@@ -93,6 +93,7 @@ def ids_of_folder(folder: Path, rows: Path) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("adapter", [(), ("lora.rank=2",)], ids=["whole", "adapter"])
 def test_folders_of_a_run_show_what_the_run_showed(rows: Path, tmp_path: Path, adapter: tuple[str, ...]) -> None:
     expected, usual = ids_of_run(rows), ids_of_run(rows, "data.image_tokens=null")
