@@ -77,10 +77,12 @@ def config_classes() -> list[type]:
 def refusals(config_classes) -> Callable[[str], list[str]]:
     """A function that returns the recipes' errors for a setting; none if a recipe takes the setting."""
 
+    keys = {config_class: {one.key for one in describe(config_class)} for config_class in config_classes}
+
     @cache
     def of(setting: str) -> list[str]:
-        errors = []
-        for config_class in config_classes:
+        errors, key = [], setting.partition("=")[0]
+        for config_class in sorted(config_classes, key=lambda config_class: key not in keys[config_class]):
             if not (error := refusal(config_class, setting)):
                 return []
             errors.append(error)

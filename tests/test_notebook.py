@@ -66,18 +66,28 @@ def test_what_the_page_says_is_so(workplace: Path) -> None:
     assert not (workplace / "runs" / "x").exists()
 
 
+ROWS_IN_MEMORY = [{"prompt": f"{i}?", "completion": "é"} for i in range(3)]
+
+
 def test_rows_in_memory_of_any_kind_are_the_same_file() -> None:
-    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
-    rows = [{"prompt": f"{i}?", "completion": "é"} for i in range(3)]
-    kinds = [rows, tuple(rows), iter(rows), (row for row in rows), pandas.DataFrame(rows)]
-    kinds += [datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows).to_iterable_dataset()]
-    given = [next(_overrides({"data": {"source": kind}})) for kind in kinds]
+    rows = ROWS_IN_MEMORY
+    given = [
+        next(_overrides({"data": {"source": kind}})) for kind in (rows, tuple(rows), iter(rows), (x for x in rows))
+    ]
     given += [next(_overrides({"data.validation_source": rows})).replace("validation_", "")]
     assert len({*given}) == 1
     assert [json.loads(line) for line in Path(given[0].removeprefix("data.source=")).read_text().splitlines()] == rows
     assert next(_overrides({"data": {"source": iter(rows[:2])}})) != given[0]
+
+
+@pytest.mark.long
+def test_rows_of_pandas_and_datasets_are_the_same_file() -> None:
+    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
+    data = datasets.Dataset.from_list(ROWS_IN_MEMORY)
+    kinds = [ROWS_IN_MEMORY, pandas.DataFrame(ROWS_IN_MEMORY), data, data.to_iterable_dataset()]
+    assert len({next(_overrides({"data": {"source": kind}})) for kind in kinds}) == 1
     with pytest.raises(ValueError, match=r"data.source is a DatasetDict; expected one of its splits: 'train'"):
-        list(_overrides({"data": {"source": datasets.DatasetDict(train=kinds[5])}}))
+        list(_overrides({"data": {"source": datasets.DatasetDict(train=data)}}))
 
 
 @pytest.mark.first(6)

@@ -158,6 +158,7 @@ def test_a_model(leanft, tmp_path, case):
     is_one_message(leanft("run", "generate", f"model.path={tmp_path}/model", "prompt=hi", "max_new_tokens=1"), expected)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_an_adapter(leanft, tmp_path, case):
     write, expected = ADAPTERS[case]

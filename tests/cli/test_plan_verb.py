@@ -117,6 +117,7 @@ def test_the_ledger_sums_up_to_the_step(leanft):
     assert re.search(r"its kernels take \d+% of that at the card's published rates", answer.out)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

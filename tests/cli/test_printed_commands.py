@@ -55,7 +55,7 @@ def test_download(leanft, validated, hub_server, user_folder, tmp_path, monkeypa
     assert leanft("download", "org/tiny").out.endswith("-3\n" if preset else "data.source=tiny/train.jsonl\n")
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["full_finetune_single_device", "lora_finetune_single_device", "tiny/full"])
 def test_cp(leanft, validated, user_folder, name):
     answer = leanft("cp", name, "my own/")

@@ -126,11 +126,13 @@ def num_bytes(model_folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("devices", "count"), [(2, 1), (2, 2), (8, 1)])
-def test_what_is_sent_is_what_is_gathered_and_summed(model_folder, devices: int, count: int):
-    """Layers are gathered twice and their gradients reduced once; the tied output layer is gathered once."""
+@pytest.mark.parametrize(("devices", "count", "rounds"), [(2, 1, 1), (2, 2, 2), (8, 1, 2)])
+def test_what_is_sent_is_what_is_gathered_and_summed(model_folder, devices: int, count: int, rounds: int):
+    """Layers are gathered twice and their gradients reduced once; the tied output layer is gathered once.
+
+    In each of `rounds` micro-batches of a rank."""
     layers, ends = num_bytes(model_folder)
-    n, rounds = devices * count, 2  # micro-batches of each rank
+    n = devices * count
     settings = (f"gradient_accumulation_steps={n * rounds}", "optimizer.name=sgd")
     plan = planned(model_folder, Machines(devices, count), *settings)
     here, away = (plan.sent_bytes, plan.sent_away_bytes) if count == 1 else (plan.sent_away_bytes, plan.sent_bytes)

@@ -56,10 +56,10 @@ def model(small_model: Path) -> Decoder:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("name", ["adamw_8bit", "sgd", "adamw", "adamw_8bit_torchao", "adamw_4bit", "adafactor"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit", "adafactor"])
 def test_weights_and_optimizer_state_are_their_real_bytes(plan: Plan, settings, model: Decoder, name: str):
     optimizer = build_optimizer(model, config_of(RECIPE, *settings, f"optimizer.name={name}"))
-    parts = plan(f"optimizer.name={name}").peak.bytes_by_label
+    parts = (plan() if name == "sgd" else plan(f"optimizer.name={name}")).peak.bytes_by_label
     assert parts["weights"] == sum(p.nbytes for p in model.parameters())
     # The optimizer's lookup tables take a few KiB in addition to its state.
     assert 0 <= parts.get("optimizer state", 0) - optimizer.state_bytes < 2**18

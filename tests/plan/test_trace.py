@@ -223,6 +223,7 @@ def test_a_compiled_product_stores_what_it_reads(new_compiler):
     assert traced(work).memory.peak.total_bytes == 4 * size  # x, both factors and the product
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("device", "squares"), [(CARD, 3), (CPU, 2)], ids=["card", "cpu"])
 def test_a_card_makes_values_of_one_size_from_the_same_memory_at_once(new_compiler, device, squares):
     """Each value is read by its own product and could be freed before the next, but one kernel writes both."""
