@@ -588,58 +588,64 @@ def row_of(names: list[str], words: str) -> dict[str, Any]:
 
 
 @pytest.mark.first
-@given(st.data())
-@settings(max_examples=12, deadline=None)
-def test_batches_show_each_document_the_images_of_its_row(family: Family, data: Any) -> None:
-    draw = data.draw
-    contents = draw(
-        st.lists(
-            st.tuples(st.lists(st.sampled_from([*SIZES]), max_size=3), st.text("abc", max_size=9)),
-            min_size=1,
-            max_size=6,
+@pytest.mark.parametrize("number", [12, pytest.param(25, marks=pytest.mark.long)])
+def test_batches_show_each_document_the_images_of_its_row(family: Family, number: int):
+    @settings(max_examples=number, deadline=None)
+    @given(st.data())
+    def check(data: Any):
+        draw = data.draw
+        contents = draw(
+            st.lists(
+                st.tuples(st.lists(st.sampled_from([*SIZES]), max_size=3), st.text("abc", max_size=9)),
+                min_size=1,
+                max_size=6,
+            )
         )
-    )
-    packing = draw(st.sampled_from(["none", "bfd", "padding_free"]))
-    kind: Any = draw(st.sampled_from([SFTDataConfig, PreferenceDataConfig, UnpairedDataConfig]))
-    share = kind is PreferenceDataConfig and draw(st.booleans())
-    rows = [row_of(names, words) for names, words in contents]
-    if kind is not SFTDataConfig:
-        rows = [{"prompt": [row["messages"][0]], "chosen": "yes", "rejected": "no"} for row in rows]
-    source, sides = family.write(*rows), 2 if kind is not SFTDataConfig else 1
-    config = kind(source=source, packing=packing, max_length=2000, cache_dir=family.pictures / "cache")
-    make: Any = {
-        SFTDataConfig: sft_batches,
-        PreferenceDataConfig: preference_batches,
-        UnpairedDataConfig: unpaired_batches,
-    }[kind]
-    batches, _ = make(
-        config,
-        family.tokenizer,
-        batch_size=draw(st.integers(1, 3)),
-        seed=0,
-        **({"share_prompts": True} if share else {}),
-    )
-    documents = [family.documents(row, kind)[0] for row in rows]
-    flat = [expected(family, one, names) for some, (names, _) in zip(documents, contents, strict=True) for one in some]
-    tiles, seen = num_grids(family), []
-    for batch in batches.take(batches.batches_per_epoch):
-        numbers = batch.documents.tolist()
-        assert shown(family, batch) == [flat[number] for number in numbers]
-        used = {name for number in numbers for name in contents[number // sides][0]}
-        assert (batch.num_patches > 0) == bool(used)
-        assert len(batch.inputs["images"].grids if used else ()) == sum(tiles[name] for name in used)  # read once
-        seen += numbers
-        if kind is UnpairedDataConfig:
-            mixed = shown(family, batch.mismatched)
-            for i, number in enumerate(numbers):
-                begins = [int(documents[n // 2][n % 2].trained.argmax()) for n in (number, numbers[i - 1])]
-                prompt, answer = flat[number][: begins[0]], flat[numbers[i - 1]][begins[1] :]
-                assert mixed[i][: begins[0]] == prompt
-                assert [token[0] for token in mixed[i][begins[0] :]] == [token[0] for token in answer]
-                assert [token[1] for token in mixed[i][begins[0] - 1 :]] == [
-                    prompt[-1][1] + n for n in range(len(answer) + 1)
-                ]
-    assert sorted(seen) == list(range(len(flat)))
+        packing = draw(st.sampled_from(["none", "bfd", "padding_free"]))
+        kind: Any = draw(st.sampled_from([SFTDataConfig, PreferenceDataConfig, UnpairedDataConfig]))
+        share = kind is PreferenceDataConfig and draw(st.booleans())
+        rows = [row_of(names, words) for names, words in contents]
+        if kind is not SFTDataConfig:
+            rows = [{"prompt": [row["messages"][0]], "chosen": "yes", "rejected": "no"} for row in rows]
+        source, sides = family.write(*rows), 2 if kind is not SFTDataConfig else 1
+        config = kind(source=source, packing=packing, max_length=2000, cache_dir=family.pictures / "cache")
+        make: Any = {
+            SFTDataConfig: sft_batches,
+            PreferenceDataConfig: preference_batches,
+            UnpairedDataConfig: unpaired_batches,
+        }[kind]
+        batches, _ = make(
+            config,
+            family.tokenizer,
+            batch_size=draw(st.integers(1, 3)),
+            seed=0,
+            **({"share_prompts": True} if share else {}),
+        )
+        documents = [family.documents(row, kind)[0] for row in rows]
+        flat = [
+            expected(family, one, names) for some, (names, _) in zip(documents, contents, strict=True) for one in some
+        ]
+        tiles, seen = num_grids(family), []
+        for batch in batches.take(batches.batches_per_epoch):
+            numbers = batch.documents.tolist()
+            assert shown(family, batch) == [flat[number] for number in numbers]
+            used = {name for number in numbers for name in contents[number // sides][0]}
+            assert (batch.num_patches > 0) == bool(used)
+            assert len(batch.inputs["images"].grids if used else ()) == sum(tiles[name] for name in used)  # read once
+            seen += numbers
+            if kind is UnpairedDataConfig:
+                mixed = shown(family, batch.mismatched)
+                for i, number in enumerate(numbers):
+                    begins = [int(documents[n // 2][n % 2].trained.argmax()) for n in (number, numbers[i - 1])]
+                    prompt, answer = flat[number][: begins[0]], flat[numbers[i - 1]][begins[1] :]
+                    assert mixed[i][: begins[0]] == prompt
+                    assert [token[0] for token in mixed[i][begins[0] :]] == [token[0] for token in answer]
+                    assert [token[1] for token in mixed[i][begins[0] - 1 :]] == [
+                        prompt[-1][1] + n for n in range(len(answer) + 1)
+                    ]
+        assert sorted(seen) == list(range(len(flat)))
+
+    check()
 
 
 def many_rows(number: int) -> list[dict[str, Any]]:
@@ -664,21 +670,22 @@ def test_the_first_two_batches_have_the_most_tokens_and_the_most_patches(qwen: F
         assert max(patches) in patches[:2]
 
 
-def test_batches_built_ahead_are_those_built_when_needed(qwen: Family) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+def test_batches_built_ahead_are_those_built_when_needed(qwen: Family, ranks: int) -> None:
+    """Each rank builds one of so many batches."""
     config = SFTDataConfig(source=qwen.write(*many_rows(23)), cache_dir=qwen.pictures / "cache")
 
     def fresh() -> Batches:
         return sft_batches(config, qwen.tokenizer, batch_size=2, seed=0)[0]
 
     plain = [shown(qwen, batch) for batch in fresh().first(24)]
-    for ranks in (1, 2):  # each rank builds one of so many batches
-        for rank in range(ranks):
-            batches, found = fresh(), {}
-            for first in range(0, 24, 12):
-                some = [*batches.take(12)]
-                found |= {first + i: shown(qwen, some[i]) for i in range(rank, 12, ranks)}
-            assert found == {i: plain[i] for i in found}
-            assert len(found) == 24 // ranks
+    for rank in range(ranks):
+        batches, found = fresh(), {}
+        for first in range(0, 24, 12):
+            some = [*batches.take(12)]
+            found |= {first + i: shown(qwen, some[i]) for i in range(rank, 12, ranks)}
+        assert found == {i: plain[i] for i in found}
+        assert len(found) == 24 // ranks
 
 
 @pytest.mark.first(3)

@@ -44,11 +44,15 @@ def rooms(lengths: list[int], documents: np.ndarray, offsets: np.ndarray) -> lis
     return left
 
 
-@settings(max_examples=100, deadline=None)
-@given(LENGTHS)
-def test_rows_hold_every_document_once(lengths: list[int]):
-    packed = rooms(lengths, *pack(np.array(lengths), CAPACITY))
-    assert len(packed) <= len(one_by_one(lengths)) + 1
+@pytest.mark.parametrize("number", [100, pytest.param(300, marks=pytest.mark.long)])
+def test_rows_hold_every_document_once(number: int):
+    @settings(max_examples=number, deadline=None)
+    @given(LENGTHS)
+    def check(lengths: list[int]):
+        packed = rooms(lengths, *pack(np.array(lengths), CAPACITY))
+        assert len(packed) <= len(one_by_one(lengths)) + 1
+
+    check()
 
 
 def test_finds_rows_that_best_fit_decreasing_misses():
@@ -71,26 +75,31 @@ def test_a_million_documents_take_seconds(longest: int):
     assert lengths.sum() / ((len(offsets) - 1) * longest) > 0.998
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 4 * CAPACITY), min_size=1, max_size=40))
-def test_cutting_loses_no_token(lengths: list[int]):
+@pytest.mark.parametrize("number", [60, pytest.param(200, marks=pytest.mark.long)])
+def test_cutting_loses_no_token(number: int):
     """Compare with cutting a list of (document, position) tokens."""
-    texts = [[(document, place) for place in range(length)] for document, length in enumerate(lengths)]
 
-    def tokens(pieces) -> list[list[tuple[int, int]]]:
-        columns = (pieces.documents, pieces.firsts, pieces.lengths)
-        stretches = zip(*(column.tolist() for column in columns), strict=True)
-        return [texts[document][first : first + length] for document, first, length in stretches]
+    @settings(max_examples=number, deadline=None)
+    @given(st.lists(st.integers(1, 4 * CAPACITY), min_size=1, max_size=40))
+    def check(lengths: list[int]):
+        texts = [[(document, place) for place in range(length)] for document, length in enumerate(lengths)]
 
-    pieces = split(np.array(lengths), CAPACITY)
-    expected = [text[i : i + CAPACITY] for text in texts for i in range(0, len(text), CAPACITY)]
-    assert tokens(pieces) == expected
+        def tokens(pieces) -> list[list[tuple[int, int]]]:
+            columns = (pieces.documents, pieces.firsts, pieces.lengths)
+            stretches = zip(*(column.tolist() for column in columns), strict=True)
+            return [texts[document][first : first + length] for document, first, length in stretches]
 
-    pieces, offsets = wrap(np.array(lengths), CAPACITY)
-    one_text = list(itertools.chain(*texts))
-    got = tokens(pieces)
-    rows = [list(itertools.chain(*got[first:last])) for first, last in itertools.pairwise(offsets)]
-    assert rows == [one_text[i : i + CAPACITY] for i in range(0, len(one_text), CAPACITY)]
+        pieces = split(np.array(lengths), CAPACITY)
+        expected = [text[i : i + CAPACITY] for text in texts for i in range(0, len(text), CAPACITY)]
+        assert tokens(pieces) == expected
+
+        pieces, offsets = wrap(np.array(lengths), CAPACITY)
+        one_text = list(itertools.chain(*texts))
+        got = tokens(pieces)
+        rows = [list(itertools.chain(*got[first:last])) for first, last in itertools.pairwise(offsets)]
+        assert rows == [one_text[i : i + CAPACITY] for i in range(0, len(one_text), CAPACITY)]
+
+    check()
 
 
 class TestPublishedExamples:

@@ -429,7 +429,7 @@ def _own_case(recipe: str, setting: Setting) -> Case:
     if " | " in setting.type:
         choices = setting.type.split(" or ")[0].split(" | ")
         return Case(next(choice for choice in choices if choice != setting.default), companions)
-    number = setting.default or 0
+    number: Any = setting.default or 0
     if "whole number" in setting.type:
         return Case(str(number + 1), companions)
     if "each number" in setting.type:

@@ -353,29 +353,33 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20) | st
 )
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-    path=TEXT,
-    source=TEXT | st.lists(TEXT, max_size=3),
-    columns=st.dictionaries(TEXT, TEXT, max_size=3),
-    lr=st.floats(0, 1e300),
-    clip=st.none() | st.floats(1e-300, 1e300),
-    seed=st.integers(0, 2**63),
-)
-def test_what_is_dumped_is_read_back(tmp_path_factory, path, source, columns, lr, clip, seed):
-    config = Config(
-        model=ModelConfig(path=path),
-        data=SFTDataConfig(source=source, columns=columns),
-        optimizer=OptimizerConfig(lr=lr),
-        clip_grad_norm=clip,
-        seed=seed,
-        output_dir=Path("out"),
+@pytest.mark.parametrize("number", [8, pytest.param(100, marks=pytest.mark.long)])
+def test_what_is_dumped_is_read_back(tmp_path_factory, number: int):
+    @settings(max_examples=number, deadline=None)
+    @given(
+        path=TEXT,
+        source=TEXT | st.lists(TEXT, max_size=3),
+        columns=st.dictionaries(TEXT, TEXT, max_size=3),
+        lr=st.floats(0, 1e300),
+        clip=st.none() | st.floats(1e-300, 1e300),
+        seed=st.integers(0, 2**63),
     )
-    file = tmp_path_factory.getbasetemp() / "dumped.yaml"
-    file.write_text(dump(config), encoding="utf-8")
-    assert load_config(Config, file, []) == config
-    # Other YAML parsers read the same values.
-    assert yaml.safe_load(dump(config)) == config.model_dump(mode="json")
+    def check(path, source, columns, lr, clip, seed):
+        config = Config(
+            model=ModelConfig(path=path),
+            data=SFTDataConfig(source=source, columns=columns),
+            optimizer=OptimizerConfig(lr=lr),
+            clip_grad_norm=clip,
+            seed=seed,
+            output_dir=Path("out"),
+        )
+        file = tmp_path_factory.getbasetemp() / "dumped.yaml"
+        file.write_text(dump(config), encoding="utf-8")
+        assert load_config(Config, file, []) == config
+        # Other YAML parsers read the same values.
+        assert yaml.safe_load(dump(config)) == config.model_dump(mode="json")
+
+    check()
 
 
 def test_describe_lists_every_setting_with_its_default_and_meaning():

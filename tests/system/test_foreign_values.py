@@ -28,12 +28,16 @@ def nested(depth: int) -> Any:
     return value
 
 
-@settings(max_examples=20)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters=map(chr, range(0xFDD0, 0xFDF0)))), lambda x: st.lists(x) | st.dictionaries(st.sampled_from("abc"), x)))  # fmt: skip
-def test_json_passes_unchanged_as_a_copy(value: Any):
-    found = plain(value, "the row")
-    assert found == value and json.dumps(found) == json.dumps(value)
-    assert found is not value or not isinstance(value, list | dict)
+@pytest.mark.parametrize("number", [20, pytest.param(100, marks=pytest.mark.long)])
+def test_json_passes_unchanged_as_a_copy(number: int):
+    @settings(max_examples=number)
+    @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters=map(chr, range(0xFDD0, 0xFDF0)))), lambda x: st.lists(x) | st.dictionaries(st.sampled_from("abc"), x)))  # fmt: skip
+    def check(value: Any):
+        found = plain(value, "the row")
+        assert found == value and json.dumps(found) == json.dumps(value)
+        assert found is not value or not isinstance(value, list | dict)
+
+    check()
 
 
 def test_other_containers_and_subclasses_become_exact_types():

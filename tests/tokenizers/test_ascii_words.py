@@ -58,17 +58,21 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.lists(PIECES, max_size=12).map("".join))
-def test_ids_and_positions_are_the_librarys(tokenizers: list[tuple[Tokenizer, AsciiWords]], text: str):
-    for tokenizer, words in tokenizers:
-        expected, got = tokenizer.encode(text, add_special_tokens=False), words.encode(text)
-        if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", text):
-            assert got is None  # the library encodes control characters
-            continue
-        assert got is not None
-        assert got.ids.tolist() == expected.ids
-        assert list(zip(got.starts.tolist(), got.ends.tolist(), strict=True)) == expected.offsets
+@pytest.mark.parametrize("number", [80, pytest.param(250, marks=pytest.mark.long)])
+def test_ids_and_positions_are_the_librarys(tokenizers: list[tuple[Tokenizer, AsciiWords]], number: int):
+    @settings(max_examples=number, deadline=None)
+    @given(st.lists(PIECES, max_size=12).map("".join))
+    def check(text: str):
+        for tokenizer, words in tokenizers:
+            expected, got = tokenizer.encode(text, add_special_tokens=False), words.encode(text)
+            if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", text):
+                assert got is None  # the library encodes control characters
+                continue
+            assert got is not None
+            assert got.ids.tolist() == expected.ids
+            assert list(zip(got.starts.tolist(), got.ends.tolist(), strict=True)) == expected.offsets
+
+    check()
 
 
 @pytest.mark.parametrize("text", ["naïve", "it’s", "a\u00a0b", "\x1c", "\x00", "a\x0bb", "日本"])

@@ -153,13 +153,17 @@ def test_the_names_that_transformers_uses(byte_level, make_folder: MakeFolder):
         assert ours.apply_chat_template(chat, add_generation_prompt=asked, tokenize=False) == text
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=TEXT)
-def test_ids_of_any_text_equal_transformers(both, text: str):
-    ours, theirs = both
-    ids = ours.encode(text, add_special_tokens=True)
-    assert ids == theirs(text)["input_ids"]
-    assert ours.decode(ids) == theirs.decode(ids)
+@pytest.mark.parametrize("number", [50, pytest.param(150, marks=pytest.mark.long)])
+def test_ids_of_any_text_equal_transformers(both, number: int):
+    @settings(max_examples=number, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(text=TEXT)
+    def check(text: str):
+        ours, theirs = both
+        ids = ours.encode(text, add_special_tokens=True)
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids)
+
+    check()
 
 
 @pytest.mark.parametrize("name", ["bytelevel_bpe_tokenizer.json", "llama2_sentencepiece.model", "tiktoken_small.model"])
