@@ -38,11 +38,8 @@ TEMPLATES = {
 ANSWERS = {"What is 58 plus 7?": "The answer is 65.", "Which city?": "Ulopolis.", "Say a.": "a"}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_model_that_knows_its_answers_stops_after_them(name: str, tmp_path: Path):
-    template, ends = TEMPLATES[name]
-    base = tmp_path / "base"
+def base_model(template: str, base: Path) -> Path:
+    """The embedded model with this chat template, and with <|pad|> as the only token that ends a text."""
     shutil.copytree(Path(lean_ft.__file__).parent / "assets/tiny/model", base)
     special = {"eos_token": "<|pad|>", "pad_token": "<|pad|>", "chat_template": template}
     for file, fields in {
@@ -51,6 +48,23 @@ def test_a_model_that_knows_its_answers_stops_after_them(name: str, tmp_path: Pa
         "generation_config.json": {"eos_token_id": 0},
     }.items():
         (base / file).write_text(json.dumps(json.loads((base / file).read_text()) | fields))
+    return base
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_base_model_stops_at_the_end_of_a_turn(name: str, tmp_path: Path):
+    """Before training, when no file of its own names the token."""
+    template, ends = TEMPLATES[name]
+    folder = base_model(template, tmp_path / "base")
+    tokenizer = load_tokenizer(folder)
+    assert stop_ids(load_model(folder), tokenizer) == {tokenizer.token_id(token) for token in {"<|pad|>", *ends}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_model_that_knows_its_answers_stops_after_them(name: str, tmp_path: Path):
+    template, ends = TEMPLATES[name]
+    base = base_model(template, tmp_path / "base")
     asked = [[{"role": "user", "content": question}] for question in ANSWERS]
     rows = [
         {"messages": [*chat, {"role": "assistant", "content": a}]}
