@@ -219,16 +219,19 @@ class Draws:
 UNTIED = {"tie_word_embeddings": st.just(False)}
 NO_BIAS = {"mlp_bias": st.just(False)}  # the experts have biases too, and are refused
 WINDOWED = Draws(rope=none)  # layers with a window have rotary settings of their own
-SQUARE, DELTA_RULE = Draws(is_square=True), Draws(rope=partial(in_part, shares=(0.5,)), finish=finish_delta_rule)
+SQUARE = Draws(is_square=True)
+IN_HALF = partial(in_part, shares=(0.5,))  # of 2 turned features `dynamic` divides by 0
+DELTA_RULE = Draws(rope=IN_HALF, finish=finish_delta_rule)
 GRANITE_SWA = Draws(finish=finish_granite_swa)
 LEARNED = {"max_position_embeddings": st.just(256)}
 GEMMA4 = {"vocab_size_per_layer_input": st.just(101), "global_head_dim": st.integers(2, 9).map(lambda half: 2 * half)}
 GEMMA4 |= {"num_global_key_value_heads": st.sampled_from([None, 1]), "num_experts": st.none()}
 # fmt: off
 DRAWS: dict[str, Draws] = {
-    "olmo3": WINDOWED, "mellum": WINDOWED, "olmoe": SQUARE, "cohere2": SQUARE, "stablelm": SQUARE,
+    "olmo3": WINDOWED, "mellum": WINDOWED, "olmoe": SQUARE, "cohere2": SQUARE,
     "qwen3_next": DELTA_RULE, "qwen3_5_text": DELTA_RULE, "qwen3_5_moe_text": DELTA_RULE,
     "granite_swa": GRANITE_SWA, "granitemoe_swa": GRANITE_SWA,
+    "stablelm": Draws(rope=IN_HALF, is_square=True),
     "gemma3_text": Draws(without=("attn_logit_softcapping",), rope=none),  # transformers reads this cap and does not apply it
     "gemma3n_text": Draws({  # transformers fails with others
         "hidden_size_per_layer_input": st.just(5), "final_logit_softcapping": st.floats(0.5, 50.0),

@@ -67,7 +67,7 @@ def with_drafting(folder: Path, case: str, **tensors: torch.Tensor) -> dict[str,
     return added
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_their_tensors_are_copied_as_they_are(case, make_folder, tmp_path):
     folder = make_folder(case)

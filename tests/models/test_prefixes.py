@@ -105,7 +105,7 @@ def texts() -> tuple[Tensor, list[Tensor]]:
     return ids, alone
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(4)
 def test_completions_with_a_shared_prompt_equal_each_with_its_own(checkpoint, case):
     folder, _ = checkpoint(case)
     model: Decoder = load_model(folder).double()
