@@ -149,6 +149,7 @@ def test_the_planner_counts_the_reference(settings: tuple[str, ...], least: floa
     assert 0.99 * least <= weights / parameters <= 1.01 * most
 
 
+@pytest.mark.long
 def test_a_user_defined_loss_equals_the_built_in_one(train: Train, tmp_path: Any) -> None:
     (tmp_path / "own.py").write_text(
         "from torch.nn.functional import logsigmoid\ndef mine(pairs, beta): return -logsigmoid(beta * pairs.margin)\n"
