@@ -93,7 +93,7 @@ STATEFUL += (
     "generation.most_attempts=2",
     "loss.entropy_share=0.8",
 )
-STATEFUL += (*LORA, "max_steps=5", "generation.max_new_tokens=6")
+STATEFUL += (*LORA, "max_steps=5", "gradient_accumulation_steps=1")
 REWARDS = '''
 import asyncio
 

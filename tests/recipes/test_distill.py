@@ -161,7 +161,7 @@ def few_kept(tmp_path_factory: pytest.TempPathFactory) -> str:
     return setting
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

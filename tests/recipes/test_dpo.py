@@ -71,7 +71,7 @@ EACH_ITS_PROMPT = ("data.shared_prompt=false",)
 PACKED = ("data.packing=bfd", "batch_size=1")
 # Settings that decide which pairs share a batch, and settings that change no number. All but two share prompts.
 MEMORY = [
-    ((), ("batch_size=1", "gradient_accumulation_steps=4")),
+    (("batch_size=2",), ("batch_size=1", "gradient_accumulation_steps=2")),
     ((), ("memory.activation_checkpointing=full", "memory.loss_chunk_tokens=16", "memory.tile_mlp=2")),
     (("data.packing=padding_free",), ("reference.kind=model", "optimizer.in_backward=true")),
     (PACKED, ("memory.activation_checkpointing=selective", "memory.tied_gradient=separate")),
@@ -149,6 +149,7 @@ def test_the_planner_counts_the_reference(settings: tuple[str, ...], least: floa
     assert 0.99 * least <= weights / parameters <= 1.01 * most
 
 
+@pytest.mark.long
 def test_a_user_defined_loss_equals_the_built_in_one(train: Train, tmp_path: Any) -> None:
     (tmp_path / "own.py").write_text(
         "from torch.nn.functional import logsigmoid\ndef mine(pairs, beta): return -logsigmoid(beta * pairs.margin)\n"

@@ -153,6 +153,7 @@ def test_evaluation_tasks_do_not_change_a_run(tasks: list[str], tmp_path: Path) 
             run_recipe("finetune", tmp_path / "wrong", *given, wrong)
 
 
+@pytest.mark.long
 def test_answers_match_exactly_or_by_pattern(tmp_path: Path) -> None:
     from lean_ft.generation import generate
 

@@ -72,17 +72,17 @@ def test_the_alias_turns_the_adapter_on(tmp_path):
 def test_an_adapter_resumes_only_on_its_base_weights(train, tmp_path):
     tiny = resolve_model_path("tiny")
     base, dtype = shutil.copytree(tiny, tmp_path / "base"), stored_dtype(tiny)
-    settings = (f"model.path={base}", "max_steps=4")
-    train(*settings, "max_steps=2", output="parts")
+    settings = (f"model.path={base}", "max_steps=2")
+    train(*settings, "max_steps=1", output="parts")
     other = load_model("tiny", dtype=dtype)
     with torch.no_grad():
         other.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
     save_model(other, base)
-    with pytest.raises(ValueError, match="step_00000002 holds an adapter of another model"):
+    with pytest.raises(ValueError, match="step_00000001 holds an adapter of another model"):
         train(*settings, output="parts")
 
     save_model(load_model("tiny", dtype=dtype), base, max_shard_bytes=400_000)  # the same weights in other files
-    assert len(train(*settings, output="parts")) == 4
+    assert len(train(*settings, output="parts")) == 2
 
 
 @pytest.mark.long

@@ -190,7 +190,14 @@ def test_an_adapter_finds_its_base_model(adapter_run: Path, asked, tmp_path: Pat
     assert expected != asked("model.path=tiny")
     for settings in ([f"adapter={adapter}"], [f"adapter={adapter_run}"], [f"model.path={adapter_run}"]):
         assert asked(*settings) == expected
-    two = asked("model.path=tiny", f"adapter=[{adapter},{adapter}]")
+
+
+@pytest.mark.long
+def test_several_adapters_and_adapters_from_elsewhere_find_their_base_model(
+    adapter_run: Path, asked, tmp_path: Path
+) -> None:
+    adapter = adapter_run / "step_00000002"
+    expected, two = asked(f"adapter={adapter}"), asked("model.path=tiny", f"adapter=[{adapter},{adapter}]")
     assert asked(f"adapter=[{adapter},{adapter}]") == asked(f"model.path={adapter}", f"adapter={adapter}") == two
 
     # As on another machine: the run's settings name the base model; without them it is unknown.

@@ -48,6 +48,7 @@ def test_equal_rewards_train_the_value_model(train: Train, tmp_path: Path, capsy
     assert "train nothing" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_muon_leaves_both_output_layers_to_adamw(train: Train, tmp_path: Path) -> None:
     train("optimizer.name=muon", "max_steps=1")
     kept: dict[str, set[str]] = {}

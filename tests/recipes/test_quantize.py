@@ -37,7 +37,7 @@ def run(*settings: str) -> None:
     recipe_module("quantize").main(config_of("quantize", "model.dtype=float32", *settings))
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_computes_the_same(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = first_rows("tiny/validation.jsonl", 24, tmp_path)

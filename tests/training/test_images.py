@@ -314,7 +314,7 @@ def test_pairs_with_equal_ids_share_nothing_but_their_own_image(folder, train, t
     assert counts == {"both": (2, 48), "second": (1, 24), "unshared": (4, 48), "packed": (2, 48)}
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("images", "passes"), [("frozen", 1), ("train", 2)])
 def test_a_frozen_tower_is_computed_once_for_the_policy_and_its_reference(
     folder, train, tmp_path, monkeypatch, images, passes
@@ -334,7 +334,7 @@ def test_a_frozen_tower_is_computed_once_for_the_policy_and_its_reference(
     assert found["adapter_off"][1] == found["model"][1]
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [(), ("lora.rank=4",)], ids=["full", "adapter"])
 def test_a_reward_model_is_opened_with_its_tower(folder, train, tmp_path, settings):
     source = write_pairs(tmp_path, folder / "qwen3_vl_rows", [0, 1])
