@@ -20,6 +20,7 @@ def few(monkeypatch):
     monkeypatch.setattr(check, "NUM_GREEDY_TOKENS", 8)
 
 
+@pytest.mark.long
 def test_a_model_that_passes(leanft):
     given = ("memory.tile_mlp=2", "compile=true", "data.max_length=48", "device=cpu")
     answer = leanft.ok("check", "tiny", "--quick", "--config", "tiny/lora", "lora.rank=4", *given)

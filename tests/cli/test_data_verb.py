@@ -84,6 +84,7 @@ def test_stats(leanft, run, tmp_path):
     assert all(line == line.rstrip() for line in answer.out.splitlines())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("plans")
 def test_stats_with_the_peaks_that_the_planner_predicts(leanft, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "Some words."}\n')
@@ -143,6 +144,7 @@ def test_a_file_alone_is_shown_as_its_rows_are_trained(leanft, tmp_path, monkeyp
     assert with_model.code == 0 and "model.path=MODEL" not in with_model.err
 
 
+@pytest.mark.long
 def test_a_file_with_columns_a_preset_or_an_unreadable_name(leanft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("question,better,worse\nq,a,b\n")

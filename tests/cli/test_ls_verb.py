@@ -18,6 +18,7 @@ def test_recipes_and_presets_are_listed(leanft, shipped):
     ]
 
 
+@pytest.mark.long
 def test_the_columns_of_presets_are_what_their_comments_say(leanft, monkeypatch):
     """Use the shipped presets, whose comments all have the same form."""
     lines = {line.split()[0]: line.split()[1:] for line in leanft("ls").out.splitlines() if line.startswith("  ")}

@@ -100,6 +100,7 @@ def test_what_needs_no_recipe_imports_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_reader_that_stops_reading_is_no_error(toy_recipe):
     """`leanft cat RECIPE | head -1` with more output than a pipe's buffer."""
     script = f"{sys.executable} -m lean_ft cat {toy_recipe.with_suffix('.yaml')} | head -n 1; echo ${{PIPESTATUS[0]}}"

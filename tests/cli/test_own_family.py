@@ -37,6 +37,7 @@ def mine(tmp_path, monkeypatch):
     OWN_FAMILIES.clear()
 
 
+@pytest.mark.long
 def test_a_users_family_runs_resumes_generates_and_is_exported_from_another_folder(leanft, mine, tmp_path, monkeypatch):
     row, moved = tmp_path / "row.py", tmp_path / "moved" / "row.py"
     row.write_text(WRONG)

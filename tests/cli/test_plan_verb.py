@@ -58,6 +58,7 @@ def test_a_line_that_needs_values_is_named(leanft, tmp_path):
     assert "torch.where" in refusal and "Traceback" not in refusal
 
 
+@pytest.mark.long
 def test_the_picture_is_drawn(tmp_path):
     timeline = [(0.0, {"weights": GIB}), (1.0, {"weights": GIB, "loss": GIB, "batch": 10}), (2.0, {"weights": GIB})]
     rehearsal = Rehearsal(Peak("loss", timeline[1][1]), 2.0, 8, 4, timeline)

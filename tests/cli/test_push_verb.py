@@ -49,6 +49,7 @@ def files_of(server: HubServer, repo: str) -> dict[str, bytes]:
     return repository.commits[repository.revisions["main"]]
 
 
+@pytest.mark.long
 def test_a_run_is_pushed_and_comes_back_with_a_card(leanft, run: Path, server: HubServer) -> None:
     """The card says how the model was made, and no secret."""
     answer = leanft.ok("push", run, "me/mine")

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from lean_ft.hub.paths import resolve_data_path
 
 
+@pytest.mark.long
 def test_what_is_kept_teaches_a_run_of_the_same_settings(leanft, tmp_path):
     rows, kept = tmp_path / "rows.jsonl", tmp_path / "kept"
     rows.write_text("".join(resolve_data_path("tiny/validation.jsonl").read_text().splitlines(keepends=True)[:16]))

@@ -72,7 +72,7 @@ def arguments(tmp_path):
     return arguments
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -113,7 +113,7 @@ FIRST = [("validate", "grpo"), ("validate", "evil.py"), ("slurm", "online_dpo"),
 VERBS = [(verb, recipe) for verb in ("validate", "plan", "slurm") for recipe in (*STRANGERS, "evil.py")]
 
 
-@pytest.mark.first(len(FIRST))
+@pytest.mark.first
 @pytest.mark.parametrize(("verb", "recipe"), dict.fromkeys([*FIRST, *VERBS]))
 def test_no_code_that_a_preset_names_runs_before_a_run(leanft, tmp_path, monkeypatch, verb, recipe):
     monkeypatch.chdir(tmp_path)

@@ -32,7 +32,7 @@ def test_a_folder_that_is_loaded_and_saved_whole_is_the_same(name, tmp_path):
         assert (saved / "config.json").read_bytes() == (original / "config.json").read_bytes()
 
 
-@pytest.mark.first
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*WHOLES, *(one for one in OTHER_WHOLES if one.values[0] not in RENAMED_LAYERS)])
 def test_trained_tensors_are_replaced_and_the_others_kept(name, tmp_path):
     original = tmp_path / "original"

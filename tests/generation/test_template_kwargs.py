@@ -37,6 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.long
 def test_a_model_of_a_run_is_asked_with_its_variables(run: Path) -> None:
     model, tokenizer = open_model(run, device="cpu")
     theirs = AutoTokenizer.from_pretrained(tokenizer.folder)

@@ -114,7 +114,7 @@ def test_turns_are_those_of_whole_texts_for_any_order_of_replies_and_batch(
         check(found, [expected[place] for place in places])
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", ["llama", "gemma3_text", "qwen3_5_text", "deepseek_v3", "gemma4_text"])
 def test_each_token_is_computed_once_over_all_turns(make_checkpoint: Any, case: str) -> None:
     """And the tokens are those of sampling each turn from the whole text."""

@@ -321,6 +321,7 @@ class TestWrongFiles:
         assert "Traceback" not in error and not file.with_name("out").exists()
         assert not list(gguf_cache().glob("*unfinished*"))
 
+    @pytest.mark.first(12)
     @pytest.mark.parametrize("case", WRONG)
     def test_wrong_content(self, case, good, tmp_path, capsys):
         changes, message = WRONG[case]

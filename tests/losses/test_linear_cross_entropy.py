@@ -200,6 +200,7 @@ def test_float16_autocast_keeps_float32_weights_and_their_gradients() -> None:
     assert error(weight.grad, plain(hidden, weight, labels)[2]) < 2e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("terms", [TERMS[-1], pytest.param({}, marks=pytest.mark.long)], ids=str)
 @pytest.mark.usefixtures("compiler")
 def test_compiled_it_equals_the_plain_computation_for_every_length_with_one_compilation(terms: dict[str, Any]) -> None:

@@ -154,6 +154,7 @@ def test_selective_checkpointing_recomputes_nothing_that_it_keeps_and_changes_no
         assert all(torch.equal(grad, plain) for grad, plain in zip(grads, expected, strict=True))
 
 
+@pytest.mark.long
 def test_a_smaller_budget_keeps_less_and_changes_no_gradient(without_codegen) -> None:
     expected, kept = gradients(Stack()), []
     for budget in (1.0, 0.0):

@@ -163,7 +163,7 @@ FULL = ("model.dtype=float32",)
 ADAPTER = ("optimizer.in_backward=true", "optimizer.name=adamw_8bit", "clip_grad_norm=null")
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [FULL, (*ADAPTER, "lora.rank=2"), (*ADAPTER, "lora.targets=[]")], ids=str)
 def test_a_model_with_new_tokens_trains_resumes_and_is_exported(settings, tmp_path):
     rows = [json.dumps({"text": f"{TEXT} {i}"}) + "\n" for i in range(8)]

@@ -170,7 +170,7 @@ def test_gradients_equal_transformers(checkpoint, case):
     assert_gradients_equal(gradients(model, model(ids), ids), expected)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first
 def test_bfloat16_is_as_near_to_float32_as_transformers(make_checkpoint, case):
     """One draw of weights decides, unless its errors are too large: then the geometric mean of five draws does."""
     ratios = errors_relative_to_transformers(make_checkpoint, case, seed=0)

@@ -107,7 +107,7 @@ def learned(cfg: Any, model: Decoder, frozen: Decoder, share: bool) -> tuple[lis
     return found, batches
 
 
-@pytest.mark.first(2)
+@pytest.mark.first
 @pytest.mark.parametrize("size", [12, 4, 3, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_completions_that_share_a_prompt_learn_what_each_does_alone(family: str, size: int) -> None:

@@ -190,6 +190,7 @@ def own_lines(*settings: str) -> list[dict[str, Any]]:
         return metrics(Path(folder) / "run", timed=False)
 
 
+@pytest.mark.first
 @ENGINES
 def test_a_server_with_the_weights_answers_as_the_model_itself(
     engine: str, train: Callable[..., Path], server: Server

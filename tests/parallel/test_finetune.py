@@ -199,7 +199,7 @@ def test_a_run_with_experts_in_4_bits_resumes_bitwise(on_two, tmp_path, name):
     assert digests(tmp_path / "parts" / "step_00000003") == digests(on_two[0] / name / "step_00000003")
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", UNEVEN)
 def test_an_uneven_end_of_an_epoch_equals_one_process(on_two, tmp_path, name):
     run(tmp_path / "one", *CLOSE, *UNEVEN[name])

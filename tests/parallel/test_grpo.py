@@ -131,7 +131,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_two_ranks_write_the_files_of_one(on_two: Path, tmp_path: Path, name: str) -> None:
     run(tmp_path / "one", *SAME_BITS[name])

@@ -153,6 +153,7 @@ def spoiled_steps(in_backward: bool, what: str) -> tuple[list[int], list[str], d
 SPOILED = [(in_backward, what) for in_backward in (False, True) for what in ("loss", "gradient")]
 
 
+@pytest.mark.long
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(on_two):
     for of_rank in (found := [spoiled for _, spoiled, _ in on_two]):
         for case, (skipped, digests, tensors) in zip(SPOILED, of_rank, strict=True):

@@ -111,7 +111,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kind"),
     [pytest.param(*name.values, kind, marks=name.marks) for name in NAMES for kind in SETTINGS]

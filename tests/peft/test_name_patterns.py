@@ -39,6 +39,7 @@ def test_each_pattern_matches_the_names_that_it_matches_in_peft():
     assert 100 < matches < len(PATTERNS) * len(NAMES) / 2
 
 
+@pytest.mark.long
 def test_the_first_of_several_patterns_counts_as_in_peft():
     generator = random.Random(0)
     for _ in range(300):

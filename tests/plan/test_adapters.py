@@ -10,7 +10,7 @@ from lean_ft.settings import LoRAConfig
 from tests.recipes.conftest import planned
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [{"quantize": "nf4"}, {}, {"dora": True}], ids=str)
 def test_weights_and_states_are_their_real_bytes(lora, small_model):
     own = ["batch_size=2", "data.max_length=256", f"model.path={small_model}", "data.source=none.jsonl", "lora.rank=4"]

@@ -153,6 +153,7 @@ def written(monkeypatch, tmp_path):
     return write
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_that_may_not_fit_is_rehearsed_and_told(recipe, configure, monkeypatch):
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: 2**20)

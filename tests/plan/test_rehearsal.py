@@ -255,7 +255,7 @@ def test_quantized_weights_count_with_their_dense_shapes(tmp_path: Path) -> None
     assert len(set(numbers.values())) == 1, numbers
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("num_caches", [2, 1])
 def test_rows_that_wait_for_a_reply_have_a_second_cache(num_caches: int, small_model, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)

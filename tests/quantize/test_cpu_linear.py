@@ -69,7 +69,7 @@ def written(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16):
     return model
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantized_folder_is_opened_and_generates(kind: str, tmp_path: Path) -> None:
     expected = written(kind, tmp_path / "q", torch.float32)

@@ -90,6 +90,7 @@ def test_four_steps_are_those_of_a_loop_by_hand(train: Train, several: str, is_m
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_transformers_opens_it_with_equal_logits_and_gradients(train: Train, tmp_path: Path) -> None:
     train("max_steps=3")
     folder = tmp_path / "run" / "step_00000003"

@@ -122,7 +122,7 @@ def test_four_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: 
 # What was kept of a teacher -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("packing", ["bfd", "none", "padding_free"])
 def test_a_cache_of_all_tokens_equals_the_live_teacher(train: Train, tmp_path: Path, packing: str) -> None:
     """Also when rows are shuffled, packed, weighted and held out differently than when the cache was made."""

@@ -123,6 +123,7 @@ def test_a_run_resumes_with_the_checkpoint_of_the_run_that_it_began_with(monkeyp
     assert "step_00000002, the checkpoint that this run began with" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_recipes_that_run_a_model_return_what_they_made(own_model) -> None:
     command_of("finetune", "messages")
     results = start("evaluate", own_model, "data.source=rows.jsonl")

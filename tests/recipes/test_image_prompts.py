@@ -41,6 +41,7 @@ def run(recipe: str, folder: Path, *settings: str) -> Any:
     return recipe_module(recipe).main(config_of(recipe, f"model.path={folder / 'model'}", *MODEL, *longest, *settings))
 
 
+@pytest.mark.long
 def test_generate(folder: Path, expected: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder / "rows")
     assert expected(0) != expected(1) != expected()

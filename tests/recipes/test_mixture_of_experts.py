@@ -125,7 +125,7 @@ def differences(folder, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_replayed_routers_choose_the_experts_of_sampling(differences, recipe):
     """In bfloat16, single tokens and whole rows round differently, which changes the experts of some tokens. With grpo, the

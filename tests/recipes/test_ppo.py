@@ -41,6 +41,7 @@ def test_ratios_start_at_1_and_values_at_0(train: Train, settings: tuple[str, ..
     assert (beside["score.weight" if settings else "own.score.weight"] != 0).all()
 
 
+@pytest.mark.long
 def test_equal_rewards_train_the_value_model(train: Train, tmp_path: Path, capsys) -> None:
     (tmp_path / "even.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
     lines = train("rewards=['TMP/even.py:f']", "generation.num_answers=2", "max_steps=1")

@@ -112,6 +112,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train, trained: Path, tmp_path: Path) -> None:
     folder = trained / "step_00000002"
     config = json.loads((folder / "config.json").read_text())
@@ -139,6 +140,7 @@ def test_transformers_and_another_run_open_it_with_the_same_scores(train: Train,
     assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_peft_opens_an_adapter_with_its_output_layer(train: Train, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     train("max_steps=2", "lora.rank=4", "lora.lr_ratio=4")

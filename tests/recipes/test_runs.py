@@ -107,7 +107,7 @@ COMPUTED = {  # settings of runs in this order, and the number of pairs or compl
 }
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", COMPUTED)
 def test_a_reference_cache_is_reused_only_where_it_fits(recipe: str, tmp_path: Path, capsys) -> None:
     for i, (settings, expected) in enumerate(COMPUTED[recipe].items()):

@@ -131,6 +131,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("process", "kinds"),
     [(False, [*RESULTS]), (True, ["list", "bytes", "raises"]), pytest.param(True, [*RESULTS], marks=pytest.mark.long)],

@@ -98,7 +98,7 @@ def our_logits(model: Decoder, folder: Path, family: str) -> list[torch.Tensor]:
     return [model(**batch.inputs)[0, :length] for batch, length in zip(batches, lengths, strict=True)]
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("images", ["frozen", "train"])
 @pytest.mark.parametrize(
     "settings",
@@ -208,7 +208,7 @@ def test_noise_is_added_to_embeddings_of_text_alone(folder):
     assert is_equal.nonzero()[:, 0].tolist() == batch.inputs["images"].places.tolist()
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", [("model.images=train",), ("model.images=train", "lora.targets=[vision.blocks.*]")]
 )

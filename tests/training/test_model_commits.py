@@ -45,7 +45,7 @@ def test_the_commit_is_recorded(repository, train, tmp_path, capsys):
     assert state["settings"]["model.path"] == f"org/toy@{OLD}"
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_resumed_run_stays_where_it_began(repository, train, tmp_path, capsys, recipe, monkeypatch, saved):
     whole = train(tmp_path / "whole", max_steps=4)

@@ -26,6 +26,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("run") / "on", "profile=true", "profile_steps=[1,1,2]")
 
 
+@pytest.mark.long
 def test_operations_are_those_of_the_profiled_steps(profiled: Path) -> None:
     """Each of 4 layers has 7 projections and the model an output layer, with one product in forward and two in backward."""
     table = (profiled / "profile" / "operations.txt").read_text()

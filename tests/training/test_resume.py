@@ -44,7 +44,7 @@ def test_resumed_equals_uninterrupted(settings, train_real, tmp_path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [2, 4, 6])  # during an epoch, at its end, in the next epoch
 @pytest.mark.parametrize(("batch_size", "accumulation", "packing"), [(1, 4, "none"), (4, 1, "bfd")])
 def test_the_same_rows_a_step_in_other_batches_go_on(

@@ -154,7 +154,7 @@ def raise_at(call, where, function):
     return failing
 
 
-@pytest.mark.first(3)
+@pytest.mark.first
 @pytest.mark.parametrize("in_backward", ["false", "true"])
 @pytest.mark.parametrize(
     ("name", "call", "where", "saved"),
@@ -214,6 +214,7 @@ def test_a_recipe_logs_each_step_once(num_calls, message, train, recipe, monkeyp
         train(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_the_run_ends_where_evaluations_stop_getting_better(train, recipe, monkeypatch, tmp_path, capsys):
     losses = [0, 3.0, 2.0, None, 2.0, 2.5, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5]  # by step
     log_evaluation = recipe.Run.log_evaluation
