@@ -260,7 +260,7 @@ FAULTS = (
         "recipes/full_finetune_single_device.py",
         "cross_entropy(model, batch.to(device), statistics) / num_targets",
         "cross_entropy(model, batch.to(device), statistics) / (batch.num_targets * len(micro_batches))",
-        ("tests/recipes/test_equal_runs.py::test_settings_change_no_number",),
+        ("tests/recipes/test_runs.py::test_settings_change_no_number",),
     ),
 )
 
