@@ -62,7 +62,8 @@ def file(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.long] * (c not in QUICK)) for c in FAMILIES if c != "bamba"]
+    "case",
+    [pytest.param(c, marks=[pytest.mark.long] * (c not in QUICK)) for c in FAMILIES if c not in ("bamba", "gpt_oss")],
 )
 @torch.no_grad()
 def test_an_exported_model_comes_back_unchanged(case, exported):

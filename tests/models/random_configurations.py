@@ -1,7 +1,7 @@
 """Random configurations of every family: fields that many families have, and by family what differs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,39 +16,15 @@ Rope = Callable[[int], st.SearchStrategy[dict[str, Any] | None]]  # rotary setti
 KINDS = ["full_attention", "sliding_attention"]
 FLAG, ABOUT_1, SMALL = st.booleans(), st.floats(0.3, 2.0), st.integers(3, 20)
 SIZE, FEW, CAP = st.integers(1, 9), st.integers(1, 3), st.none() | st.floats(0.5, 50.0)
-FLAGS = [
-    "attention_bias",
-    "mlp_bias",
-    "use_bias",
-    "attention_out_bias",
-    "use_sliding_window",
-    "attn_temperature_tuning",
-    "norm_topk_prob",
-    "qkv_bias",
-    "use_qk_norm",
-    "rope_interleave",
-    "conv_bias",
-    "block_auto_adjust_ff_dim",
-    "use_qkv_bias",
-    "qk_layernorm",
-    "use_parallel_residual",
-    "mamba_conv_bias",
-    "mamba_proj_bias",
-    "mamba_rms_norm",
-    "mamba_norm_before_gate",
-    "projectors_bias",
-    "use_conv_bias",
-    "attention_k_eq_v",
-    "use_double_wide_mlp",
-    "enable_moe_block",
-    "enable_bias",
-    "scale_attn_weights",
-    "multi_query",
-    "use_expert_bias",
-    "enable_moe_fp32_combine",
-]
-FACTORS = [f"{of}_multiplier" for of in ("key", "ssm_in", "ssm_out", "attention_in", "attention_out", "lm_head")]
 # fmt: off
+FLAGS = (
+    "attention_bias", "mlp_bias", "use_bias", "attention_out_bias", "use_sliding_window", "attn_temperature_tuning",
+    "norm_topk_prob", "qkv_bias", "use_qk_norm", "rope_interleave", "conv_bias", "block_auto_adjust_ff_dim", "use_qkv_bias",
+    "qk_layernorm", "use_parallel_residual", "mamba_conv_bias", "mamba_proj_bias", "mamba_rms_norm", "mamba_norm_before_gate",
+    "projectors_bias", "use_conv_bias", "attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block", "enable_bias",
+    "scale_attn_weights", "multi_query", "use_expert_bias", "enable_moe_fp32_combine",
+)
+FACTORS = [f"{of}_multiplier" for of in ("key", "ssm_in", "ssm_out", "attention_in", "attention_out", "lm_head")]
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(FLAGS, FLAG), **dict.fromkeys(FACTORS, ABOUT_1),
     "sliding_window": st.integers(1, 30), "max_window_layers": st.integers(0, 3), "sliding_window_pattern": FEW,
@@ -120,17 +96,17 @@ def rope_of_mimo(head_dim: int) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def draw_layers(draw: Draw, chosen: dict[str, Any], name: str, kinds: list[str]) -> None:
+def draw_layers(draw: Draw, chosen: dict[str, Any], kinds: list[str], name: str = "layer_types") -> list[str]:
     length = chosen["num_hidden_layers"]
     chosen[name] = draw(st.lists(st.sampled_from(kinds), min_size=length, max_size=length))
+    return chosen[name]
 
 
 def finish_gemma4(draw: Draw, chosen: dict[str, Any], shares_keys: bool = True) -> None:
     chosen["num_kv_shared_layers"] = draw(st.integers(0, chosen["num_hidden_layers"])) if shares_keys else 0
     num_own = chosen["num_hidden_layers"]
     chosen["num_hidden_layers"] += chosen["num_kv_shared_layers"]
-    draw_layers(draw, chosen, "layer_types", KINDS)
-    kinds = chosen["layer_types"]
+    kinds = draw_layers(draw, chosen, KINDS)
     kinds[num_own:] = [kinds[i % num_own] for i in range(num_own, len(kinds))]
     kinds[num_own - 1] = kinds[-1] = "full_attention"
     if chosen.get("enable_moe_block"):
@@ -140,14 +116,16 @@ def finish_gemma4(draw: Draw, chosen: dict[str, Any], shares_keys: bool = True) 
 
 
 def finish_mimo(draw: Draw, chosen: dict[str, Any]) -> None:
-    draw_layers(draw, chosen, "layer_types", KINDS)
-    chosen["num_attention_heads"] *= 2
-    chosen["v_head_dim"] = draw(st.integers(1, chosen["head_dim"]))
+    draw_layers(draw, chosen, KINDS)
+    chosen |= {
+        "num_attention_heads": 2 * chosen["num_attention_heads"],
+        "v_head_dim": draw(st.integers(1, chosen["head_dim"])),
+    }
 
 
 def finish_mistral4(draw: Draw, chosen: dict[str, Any]) -> None:
     """transformers rounds the share of rotated features down."""
-    chosen["qk_nope_head_dim"], chosen["head_dim"] = chosen["head_dim"], 2 * chosen["head_dim"]
+    chosen |= {"qk_nope_head_dim": chosen["head_dim"], "head_dim": 2 * chosen["head_dim"]}
 
 
 def finish_deepseek_v2(draw: Draw, chosen: dict[str, Any]) -> None:
@@ -155,11 +133,23 @@ def finish_deepseek_v2(draw: Draw, chosen: dict[str, Any]) -> None:
     chosen |= {name: 2 * chosen[name] for name in ("qk_nope_head_dim", "kv_lora_rank")}
 
 
-def finish_hybrid(
-    draw: Draw, chosen: dict[str, Any], name: str = "layer_types", mixers: tuple[str, ...] = ("linear_attention",)
-) -> None:
-    draw_layers(draw, chosen, name, ["full_attention", *mixers])
-    chosen[name][-1] = "full_attention"  # without one transformers' cache fails
+def finish_mamba(draw: Draw, chosen: dict[str, Any]) -> None:
+    num_heads = chosen["num_attention_heads"]
+    chosen |= {"mamba_n_heads": num_heads, "mamba_n_groups": draw(st.sampled_from([1, num_heads]))}
+
+
+def finish_bamba(draw: Draw, chosen: dict[str, Any]) -> None:
+    finish_mamba(draw, chosen)
+    chosen["attn_layer_indices"] = [chosen["num_hidden_layers"] - 1]
+
+
+def finish_hybrid(draw: Draw, chosen: dict[str, Any], mixer: str = "linear_attention") -> None:
+    draw_layers(draw, chosen, ["full_attention", mixer])[-1] = "full_attention"  # without one transformers' cache fails
+
+
+def finish_granite_hybrid(draw: Draw, chosen: dict[str, Any]) -> None:
+    finish_hybrid(draw, chosen)
+    finish_mamba(draw, chosen)
 
 
 def finish_delta_rule(draw: Draw, chosen: dict[str, Any]) -> None:
@@ -169,24 +159,9 @@ def finish_delta_rule(draw: Draw, chosen: dict[str, Any]) -> None:
     chosen["linear_num_value_heads"] = chosen["linear_num_key_heads"] * group
 
 
-def finish_mamba(draw: Draw, chosen: dict[str, Any]) -> None:
-    num_heads = chosen["num_attention_heads"]
-    chosen |= {"mamba_n_heads": num_heads, "mamba_n_groups": draw(st.sampled_from([1, num_heads]))}
-
-
-def finish_granite_hybrid(draw: Draw, chosen: dict[str, Any]) -> None:
-    finish_hybrid(draw, chosen)
-    finish_mamba(draw, chosen)
-
-
-def finish_bamba(draw: Draw, chosen: dict[str, Any]) -> None:
-    finish_mamba(draw, chosen)
-    chosen["attn_layer_indices"] = [chosen["num_hidden_layers"] - 1]
-
-
 def finish_nemotron_h(draw: Draw, chosen: dict[str, Any]) -> None:
-    finish_hybrid(draw, chosen, "layers_block_type", ("linear_attention", "mlp", "moe"))
-    kinds = chosen["layers_block_type"]
+    kinds = draw_layers(draw, chosen, ["full_attention", "linear_attention", "mlp", "moe"], "layers_block_type")
+    kinds[-1] = "full_attention"
     chosen["use_bias"] &= "linear_attention" in kinds  # without a Mamba layer it has no effect: refused
     chosen["mlp_bias"] &= "moe" not in kinds  # shared experts then have a bias: its tensors are refused
 
@@ -197,42 +172,41 @@ def finish_granite_swa(draw: Draw, chosen: dict[str, Any]) -> None:
     chosen["layer_rope_theta"] = draw(st.none() | bases)
 
 
-def finish_windows(draw: Draw, chosen: dict[str, Any]) -> None:
-    draw_layers(draw, chosen, "layer_types", KINDS)
-
-
-def finish_rotary_dim(draw: Draw, chosen: dict[str, Any]) -> None:
-    chosen["rotary_dim"] = draw(st.sampled_from([chosen["head_dim"] // 2, chosen["head_dim"]]))
-
-
 @dataclass(frozen=True)
 class Draws:
     """What differs in a family's random configurations."""
 
     fields: dict[str, st.SearchStrategy[Any]] = field(default_factory=dict)  # other values, or fields of its own
-    without: tuple[str, ...] = ()  # fields that others draw
+    without: str = ""  # a field that others draw
     rope: Rope = usual
-    finish: Callable[[Draw, dict[str, Any]], None] = lambda draw, chosen: None
+    finish: Callable[[Draw, dict[str, Any]], Any] = lambda draw, chosen: None
     is_square: bool = False  # a head has the hidden size's share
 
 
-UNTIED = {"tie_word_embeddings": st.just(False)}
-NO_BIAS = {"mlp_bias": st.just(False)}  # the experts have biases too, and are refused
-WINDOWED = Draws(rope=none)  # layers with a window have rotary settings of their own
-SQUARE = Draws(is_square=True)
+UNTIED, NO_BIAS = {"tie_word_embeddings": st.just(False)}, {"mlp_bias": st.just(False)}  # experts' biases are refused
+SQUARE, WINDOWED = Draws(is_square=True), Draws(rope=none)  # layers with a window have rotary settings of their own
 IN_HALF = partial(in_part, shares=(0.5,))  # of 2 turned features `dynamic` divides by 0
-DELTA_RULE = Draws(rope=IN_HALF, finish=finish_delta_rule)
-GRANITE_SWA = Draws(finish=finish_granite_swa)
-LEARNED = {"max_position_embeddings": st.just(256)}
+DELTA_RULE, IN_PART = Draws(rope=IN_HALF, finish=finish_delta_rule), Draws(rope=in_part, is_square=True)
+LEARNED = Draws({"max_position_embeddings": st.just(256)}, rope=none, is_square=True)
 GEMMA4 = {"vocab_size_per_layer_input": st.just(101), "global_head_dim": st.integers(2, 9).map(lambda half: 2 * half)}
 GEMMA4 |= {"num_global_key_value_heads": st.sampled_from([None, 1]), "num_experts": st.none()}
 # fmt: off
 DRAWS: dict[str, Draws] = {
-    "olmo3": WINDOWED, "mellum": WINDOWED, "olmoe": SQUARE, "cohere2": SQUARE,
+    "olmo3": WINDOWED, "mellum": WINDOWED, "olmoe": SQUARE, "cohere2": SQUARE, "gpt_neox": IN_PART, "persimmon": IN_PART,
+    "phi": replace(IN_PART, fields=UNTIED), "stablelm": replace(IN_PART, rope=IN_HALF),
+    "gpt2": LEARNED, "gpt_bigcode": LEARNED, "opt": LEARNED, "gptj": replace(
+        LEARNED, fields=LEARNED.fields | UNTIED,
+        finish=lambda draw, chosen: chosen.update(rotary_dim=draw(st.sampled_from([1, 2])) * chosen["head_dim"] // 2),
+    ),
     "qwen3_next": DELTA_RULE, "qwen3_5_text": DELTA_RULE, "qwen3_5_moe_text": DELTA_RULE,
-    "granite_swa": GRANITE_SWA, "granitemoe_swa": GRANITE_SWA,
-    "stablelm": Draws(rope=IN_HALF, is_square=True),
-    "gemma3_text": Draws(without=("attn_logit_softcapping",), rope=none),  # transformers reads this cap and does not apply it
+    "granitemoehybrid": Draws(finish=finish_granite_hybrid), "lfm2_moe": Draws(finish=partial(finish_hybrid, mixer="conv")),
+    "lfm2": Draws(finish=partial(finish_hybrid, mixer="conv"), is_square=True),
+    "bamba": Draws(finish=finish_bamba), "falcon_h1": Draws({"mamba_d_ssm": st.none()}, finish=finish_mamba),
+    "nemotron_h": Draws(  # transformers reads a window and does not apply it
+        {"mamba_num_heads": st.just(4), "n_groups": st.sampled_from([1, 2, 4])}, "sliding_window", finish=finish_nemotron_h,
+    ),
+    "granite_swa": Draws(finish=finish_granite_swa), "granitemoe_swa": Draws(finish=finish_granite_swa),
+    "gemma3_text": Draws(without="attn_logit_softcapping", rope=none),  # transformers reads this cap and does not apply it
     "gemma3n_text": Draws({  # transformers fails with others
         "hidden_size_per_layer_input": st.just(5), "final_logit_softcapping": st.floats(0.5, 50.0),
         "num_kv_shared_layers": st.just(0), "altup_num_inputs": st.integers(2, 4), "laurel_rank": st.integers(2, 9),
@@ -244,11 +218,6 @@ DRAWS: dict[str, Draws] = {
     "phimoe": Draws({
         "num_experts_per_tok": st.just(2), "router_jitter_noise": st.floats(0.01, 1.0), "lm_head_bias": FLAG,
     }, rope=rope_of_phimoe, is_square=True),
-    "phi": Draws(UNTIED, rope=in_part, is_square=True),
-    "gpt_neox": Draws(rope=in_part, is_square=True), "persimmon": Draws(rope=in_part, is_square=True),
-    "gpt2": Draws(LEARNED, rope=none, is_square=True), "gpt_bigcode": Draws(LEARNED, rope=none, is_square=True),
-    "opt": Draws(LEARNED, rope=none, is_square=True),
-    "gptj": Draws(LEARNED | UNTIED, rope=none, finish=finish_rotary_dim, is_square=True),
     "ministral3": Draws(rope=lambda head_dim: with_beta(usual(head_dim))),
     "mistral4": Draws(
         rope=lambda head_dim: with_beta(st.just(YARN | {"original_max_position_embeddings": 8})), finish=finish_mistral4,
@@ -260,15 +229,8 @@ DRAWS: dict[str, Draws] = {
     "mimo_v2_flash": Draws({"attention_value_scale": st.none() | ABOUT_1}, rope=rope_of_mimo, finish=finish_mimo),
     "ernie4_5_moe": Draws({"use_bias": st.just(False)}),  # with them the output layer has one too, and they are refused
     "deepseek_v2": Draws(NO_BIAS | {"norm_topk_prob": st.just(False)}, finish=finish_deepseek_v2),
-    "hy_v3": Draws(NO_BIAS),
-    "exaone_moe": Draws(NO_BIAS | {"num_experts": st.sampled_from([8, 12])}, finish=finish_windows),
-    "lfm2": Draws(finish=partial(finish_hybrid, mixers=("conv",)), is_square=True),
-    "lfm2_moe": Draws(finish=partial(finish_hybrid, mixers=("conv",))),
-    "granitemoehybrid": Draws(finish=finish_granite_hybrid), "bamba": Draws(finish=finish_bamba),
-    "falcon_h1": Draws({"mamba_d_ssm": st.none()}, finish=finish_mamba),
-    "nemotron_h": Draws(  # transformers reads a window and does not apply it
-        {"mamba_num_heads": st.just(4), "n_groups": st.sampled_from([1, 2, 4])}, without=("sliding_window",),
-        finish=finish_nemotron_h,
+    "hy_v3": Draws(NO_BIAS), "exaone_moe": Draws(
+        NO_BIAS | {"num_experts": st.sampled_from([8, 12])}, finish=partial(draw_layers, kinds=KINDS),
     ),
 }
 # fmt: on
@@ -290,7 +252,7 @@ def configurations(draw: Draw, model_type: str) -> dict[str, Any]:
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-3])),
         "tie_word_embeddings": draw(FLAG),
     }
-    chosen |= {name: draw(values) for name, values in FIELDS.items() if name in known and name not in own.without}
+    chosen |= {name: draw(values) for name, values in FIELDS.items() if name in known and name != own.without}
     chosen |= {name: draw(values) for name, values in own.fields.items()}
     chosen["tie_word_embeddings"] &= not chosen.get("lm_head_bias")
     if (rope := draw(own.rope(chosen["head_dim"]))) is not None:
@@ -300,7 +262,7 @@ def configurations(draw: Draw, model_type: str) -> dict[str, Any]:
     if "kv_lora_rank" in chosen:
         chosen |= {"num_attention_heads": num_kv_heads, "head_dim": chosen["qk_rope_head_dim"]}
     if "mlp_layer_types" in known:
-        draw_layers(draw, chosen, "mlp_layer_types", ["dense", "sparse"])
+        draw_layers(draw, chosen, ["dense", "sparse"], "mlp_layer_types")
     own.finish(draw, chosen)
     shares = st.just(chosen["head_dim"]) if own.is_square else st.integers(3, 9)
     chosen["hidden_size"] = chosen["num_attention_heads"] * draw(shares)
