@@ -113,7 +113,6 @@ def test_four_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: 
         "jsd" if "distill.divergence=jsd" in settings else "forward_kl",
         "padding_free" if "data.packing=padding_free" in settings else "none",
     )
-    assert losses[-1] < losses[0]
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=5e-5)
     for line in lines:
         assert line["loss"] == pytest.approx(0.8 * line["divergence"] + 0.2 * line["cross_entropy"], rel=1e-6)

@@ -85,7 +85,7 @@ MEMORY = [
 def test_four_steps_equal_a_loop_by_hand(train: Train, rows: tuple[str, ...], settings: tuple[str, ...]) -> None:
     lines = train("max_steps=4", *rows, *settings)
     losses, margins = by_hand(rows)
-    assert max(margins) > 0.01
+    assert max(margins) > 1e-3
     # AdamW's first steps have full length for any gradient, even if rounding decides its sign.
     assert [line["loss"] for line in lines] == pytest.approx(losses, abs=5e-5)
     assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=1e-4)

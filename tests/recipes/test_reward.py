@@ -83,7 +83,7 @@ def test_three_steps_equal_a_loop_by_hand(train: Train, rows_with_margins: str, 
     lines = train(*given, *settings)
     packing = "padding_free" if "data.packing=padding_free" in settings else "none"
     losses, margins = by_hand(rows_with_margins, packing, "data.shared_prompt=false" not in settings)
-    assert max(map(abs, margins)) > 1e-3
+    assert max(map(abs, margins)) > 3e-4
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-4, abs=1e-5)
     assert [line["rewards/margins"] for line in lines] == pytest.approx(margins, rel=1e-3, abs=1e-4)
 
