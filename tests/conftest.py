@@ -1,6 +1,5 @@
 """For every test: one thread, an empty current directory, a skip without a GPU, and the shared data if present."""
 
-import datetime
 import gc
 import os
 import signal
@@ -28,9 +27,6 @@ import pytest
 from tests import selection
 from tests.hub.hub_server import HubServer
 
-# Tests that rotate are chosen by this day. Set here, so that all processes of a run choose the same ones.
-os.environ.setdefault("TESTS_DAY", datetime.date.today().isoformat())
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -41,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark what is long today, let pytest select by marks, then take the covering set or a lane."""
-    selection.mark_long(items, datetime.date.fromisoformat(os.environ["TESTS_DAY"]))
+    """Mark what is long, let pytest select by marks, then take the covering set or a lane."""
+    selection.mark_long(items)
     if config.getoption("covering"):
         items[:] = selection.covering(items)
     yield

@@ -1,16 +1,14 @@
 """Which tests a command runs: the default set, the long ones, a covering set, or one of several lanes.
 
-The default set (`make test`) has one case of each kind. A test is left out of it by one of three marks:
+The default set (`make test`) has one case of each kind. A test is left out of it by one of two marks:
 
     @pytest.mark.long              takes too long, or repeats what a shorter test shows
     @pytest.mark.first(3)          of its cases, the first 3 are default; the others are long
-    @pytest.mark.rotates(*names)   cases with these names are default; of each other case, one test of the file per day
 
-`make test-all` runs everything. `--covering` takes one case of each test that the default set leaves out wholly, and
-`--lane 2/5` one of five parts of equal CPU time.
+`make test-all` runs everything. `--covering` takes one case of each test that the default set leaves out wholly, if the case
+takes no more than 20 s, and `--lane 2/5` one of five parts of equal CPU time.
 """
 
-import datetime
 import json
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,6 +19,7 @@ import pytest
 LIMIT = 360.0  # CPU seconds of the default set, with imports
 IMPORTS = 70.0  # of these, two processes that import torch and transformers and collect the tests
 UNRECORDED = 0.02  # CPU seconds of a test that tests/cpu_seconds.json leaves out
+LONGEST_COVERING = 20.0  # CPU seconds of a test of the covering set; longer ones run nightly
 RECORD = Path(__file__).parent / "cpu_seconds.json"
 
 
@@ -53,49 +52,30 @@ def is_default(item: pytest.Item) -> bool:
     return item.get_closest_marker("long") is None
 
 
-def mark_long(items: list[pytest.Item], today: datetime.date) -> None:
-    """Mark as `long` the cases that `first` and `rotates` leave out today."""
+def mark_long(items: list[pytest.Item]) -> None:
+    """Mark as `long` the cases that `first` leaves out."""
     kinds: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        kinds[kind_of(item)].append(item)
-    rotating: dict[str, list[str]] = defaultdict(list)  # by file, in its order
-    for kind, cases in kinds.items():
-        if mark := cases[0].get_closest_marker("first"):
-            for item in cases[mark.args[0] if mark.args else 1 :]:
-                item.add_marker("long")
-        if cases[0].get_closest_marker("rotates"):
-            rotating[file_of(cases[0])].append(kind)
-    for tests in rotating.values():
-        _rotate([kinds[kind] for kind in tests], today.toordinal())
-
-
-def _rotate(tests: list[list[pytest.Item]], day: int) -> None:
-    """Mark all but the named cases of a file's rotating tests, and one test of each other case."""
-    numbers: dict[str, int] = {}
-    for place, cases in enumerate(tests):
-        for item in cases:
-            name = case_of(item)
-            number = numbers.setdefault(name, len(numbers))
-            if name not in item.get_closest_marker("rotates").args and (number + day) % len(tests) != place:
-                item.add_marker("long")
-
-
-def case_of(item: pytest.Item) -> str:
-    """The first part of a case's id: `llama` of `test_logits[llama-packed]`."""
-    return item.nodeid.partition("[")[2].rstrip("]").split("-")[0]
+        if item.get_closest_marker("first"):
+            kinds[kind_of(item)].append(item)
+    for cases in kinds.values():
+        mark = cases[0].get_closest_marker("first")
+        for item in cases[mark.args[0] if mark and mark.args else 1 :]:
+            item.add_marker("long")
 
 
 def covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    """One case, the shortest on record, of each test that has no case in the default set."""
+    """One case, the shortest on record, of each test that has no case in the default set, unless it takes too long."""
     record = recorded_seconds()
+
+    def seconds(item: pytest.Item) -> float:
+        return record.get(file_of(item), {}).get(id_of(item), UNRECORDED)
+
     kinds: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         kinds[kind_of(item)].append(item)
-    return [
-        min(cases, key=lambda item: record.get(file_of(item), {}).get(id_of(item), UNRECORDED))
-        for cases in kinds.values()
-        if not any(map(is_default, cases))
-    ]
+    shortest = [min(cases, key=seconds) for cases in kinds.values() if not any(map(is_default, cases))]
+    return [item for item in shortest if seconds(item) <= LONGEST_COVERING]
 
 
 def lane(items: list[pytest.Item], number: int, lanes: int) -> list[pytest.Item]:

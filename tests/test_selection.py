@@ -1,7 +1,5 @@
 """Which tests are default, and that they fit the limit of CPU time."""
 
-import datetime
-
 import pytest
 
 from tests import selection
@@ -15,15 +13,6 @@ import pytest
 @pytest.mark.first(2)
 @pytest.mark.parametrize("case", "abc")
 def test_first(case): pass
-
-@pytest.mark.rotates("a")
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", "abc")
-def test_logits(case, size): pass
-
-@pytest.mark.rotates("a")
-@pytest.mark.parametrize("case", "abc")
-def test_gradients(case): pass
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", "ab")
@@ -39,27 +28,14 @@ def test_the_default_tests_fit_their_limit(request: pytest.FixtureRequest):
 
 def test_cases_that_are_not_the_first_are_long(pytester: pytest.Pytester):
     items = pytester.getitems(A_FILE)
-    selection.mark_long(items, datetime.date(2026, 1, 1))
+    selection.mark_long(items)
     chosen = [item.name for item in items if selection.is_default(item)]
-    assert chosen[:2] == ["test_first[a]", "test_first[b]"]
-
-
-def test_a_case_that_rotates_has_one_test_a_day(pytester: pytest.Pytester):
-    days = []
-    for day in (1, 2):
-        items = pytester.getitems(A_FILE)
-        selection.mark_long(items, datetime.date(2026, 1, day))
-        days.append({item.name for item in items if selection.is_default(item) and "first" not in item.name})
-    always = {"test_logits[a-1]", "test_logits[a-2]", "test_gradients[a]"}
-    assert days == [
-        always | {"test_logits[b-1]", "test_logits[b-2]", "test_gradients[c]"},
-        always | {"test_logits[c-1]", "test_logits[c-2]", "test_gradients[b]"},
-    ]
+    assert chosen == ["test_first[a]", "test_first[b]"]
 
 
 def test_the_covering_set_has_a_case_of_each_test_without_a_default_case(pytester: pytest.Pytester):
     items = pytester.getitems(A_FILE)
-    selection.mark_long(items, datetime.date(2026, 1, 1))
+    selection.mark_long(items)
     assert [item.name for item in selection.covering(items)] == ["test_long[a]"]
 
 
