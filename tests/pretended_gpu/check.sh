@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests on the simulated GPU in a separate environment. GPU_TESTS selects them by marks. PRETENDED_GPU_ENV names the
 # environment; one that has all packages is used unchanged. If the environment cannot be created, print the reason and succeed. Fail if
-# a test fails.
+# a test fails. With --install, only create the environment.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=tests/pretended_gpu
@@ -29,6 +29,7 @@ if ! "$python" -c 'import torch, bitsandbytes, torchao, transformers, peft, pyte
 fi
 cuda=$("$python" -c 'import torch; print(torch.version.cuda)')
 [ "${cuda%%.*}" = 13 ] || skip "it replaces CUDA 13, and the torch in $environment is built for CUDA $cuda"
+[ "${1:-}" != --install ] || exit 0
 
 $here/build.sh "$python"
 export PYTHONPATH=$PWD

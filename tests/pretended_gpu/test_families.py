@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.models import load_model
-from tests.models.family_cases import CASES, SIZES, with_all_experts
+from tests.models.family_cases import CASES, COVER, IN_ORDER, SIZES, with_all_experts
 from tests.pretended_gpu.cards import IS_SIMULATED
 
 pytestmark = pytest.mark.cards("T4", "A100", "H100")
@@ -21,9 +21,10 @@ CU_SEQLENS = [0, 7, 48, 70, 96, 96]  # documents over the two rows, the end repe
 TYPES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5 if IS_SIMULATED else 2e-4}
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.first(len(COVER))
+@pytest.mark.parametrize("case", IN_ORDER)
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("type_name", TYPES)
-@pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_the_cpus(case: str, type_name: str, layout: str, tmp_path: Path) -> None:
     model_type, settings = CASES[case]
     if type_name != "float32":

@@ -21,9 +21,10 @@ from tests.training.image_runs import model_folder, write_rows
 pytestmark = pytest.mark.cards("T4", "H100")
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.first(len(CASES))
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("type_name", TYPES)
 def test_loss_and_gradients_are_the_cpus(name: str, type_name: str, layout: str, tmp_path: Path) -> None:
     case, tolerance = CASES[name], max(TYPES[type_name], 5e-5)
     folder = save(case, tmp_path)
@@ -41,8 +42,9 @@ def test_loss_and_gradients_are_the_cpus(name: str, type_name: str, layout: str,
     assert distance(found, expected) <= tolerance
 
 
-@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.first(len(CASES))
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("type_name", TYPES)
 def test_no_family_waits_forward_or_backward(name: str, type_name: str, tmp_path: Path) -> None:
     case, dtype = CASES[name], torch.bfloat16 if type_name == "bfloat16" else torch.float32
     model = load_model(save(case, tmp_path), images="train", dtype=dtype).cuda()

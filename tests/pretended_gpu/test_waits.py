@@ -22,7 +22,7 @@ from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_preset, find_recipe, load_recipe
 from lean_ft.training import Run
 from tests.models.family_cases import CASES as FAMILIES
-from tests.models.family_cases import SIZES
+from tests.models.family_cases import COVER, IN_ORDER, SIZES
 from tests.pretended_gpu.test_families import BATCH, CU_SEQLENS
 
 FULL, LORA = ("full_finetune_single_device", "tiny/full"), ("lora_finetune_single_device", "tiny/lora")
@@ -100,8 +100,9 @@ def test_a_step_waits_once(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.cards("T4", "A100", "H100")
+@pytest.mark.first(len(COVER))
+@pytest.mark.parametrize("family", IN_ORDER)
 @pytest.mark.parametrize(("dtype", "layout"), [("bfloat16", "packed"), ("float16", "packed"), ("float32", "padded")])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_waits_forward_or_backward(family: str, dtype: str, layout: str, tmp_path: Path) -> None:
     """Soft caps, sinks, windows and experts, also with dtypes and cards that PyTorch's kernels do not support."""
     model_type, settings = FAMILIES[family]

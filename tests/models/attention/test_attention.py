@@ -17,6 +17,7 @@ def inputs(dtype: torch.dtype, device: str, size: int) -> list[torch.Tensor]:
     return [x.to(device, dtype).requires_grad_() for x in made]
 
 
+@pytest.mark.first(24)
 @pytest.mark.parametrize("packed", [False, True, "going on from a prefix"])
 @pytest.mark.parametrize("size", [64, 20])
 @pytest.mark.parametrize(
