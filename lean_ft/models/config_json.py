@@ -173,7 +173,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
         key: _rope(value, vision) if key.startswith("rope_") else value for key, value in as_its_family(text).items()
     }
     family = text.get("model_type", next(iter(whole.families)))
-    if family not in whole.families:
+    if not isinstance(family, str) or family not in whole.families:
         raise ValueError(
             f"{where}: text_config has the model_type {family!r}; expected for {config['model_type']}: "
             f"{listed(whole.families)}."
