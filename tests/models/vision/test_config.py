@@ -63,7 +63,11 @@ def test_the_text_of_qwen3_vl_moe_has_the_values_of_transformers():
             "num_hidden_layers is 1048576; expected at most 1,024",
         ),
         ("gemma3", {"vision_config": None}, "vision_config is None; expected an object"),
-        ("gemma3", {"text_config": {"model_type": ["gemma3_text"]}}, r"text_config has the model_type \['gemma3_text'\]"),
+        (
+            "gemma3",
+            {"text_config": {"model_type": ["gemma3_text"]}},
+            r"text_config has the model_type \['gemma3_text'\]",
+        ),
         ("qwen3_vl", {"text_config": {"rope_parameters": {"rope_theta": 1e4}}}, "text_config lacks mrope_section"),
         (
             "qwen3_vl",
