@@ -35,7 +35,7 @@ from lean_ft.system import catalog
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
 DOCUMENTS = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHORT = ("data_by_example.md", "coming_from_torchtune.md")  # others train for a while
+SHORT = ("data_by_example.md", "coming_from_torchtune.md", "many_devices.md")  # others train for a while
 TRAINED = {"runs/first", "runs/qat", "runs/tiny", "runs/tiny_images"}  # created by an earlier command
 NO_SETTING = {"shell=True", "merge=True"}  # Python, not a setting
 PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}

@@ -228,6 +228,8 @@ class _Started:
         if os.getpid() != self._process:
             return
         with self._lock:
+            if self not in self._running:  # it was left before it ended, and the program may have changed the folder since
+                return
             self._running.discard(self)
             if self._running or _folder_now() == self._folder:
                 return

@@ -66,6 +66,21 @@ def test_the_current_folder_is_restored_when_no_call_runs(tmp_path: Path, capsys
     assert os.getcwd() == here
 
 
+def test_a_call_that_ends_late_does_not_move_the_program_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, go_on = threading.enumerate(), threading.Event()
+    with pytest.raises(TookTooLong):
+        Caller("hangs", seconds=0.2).call(go_on.wait, 20)
+    monkeypatch.chdir(tmp_path)
+    late = [one for one in threading.enumerate() if one not in before]
+    go_on.set()
+    for one in late:
+        one.join(20)
+    assert late and os.getcwd() == str(tmp_path)
+    assert "WARNING" not in capsys.readouterr().out
+
+
 def test_a_late_call_leaves_the_thread_to_later_ones() -> None:
     thread = CallThread()
     assert Caller("a", thread=thread).call(threading.get_ident) == Caller("b", thread=thread).call(threading.get_ident)
