@@ -19,7 +19,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"(?<=<!-- times -->\n).*?(?=<!-- end of times -->)", re.DOTALL)
-SHORTEST = 0.05  # seconds; a shorter test has no number of its own
+SHORTEST = 0.05  # seconds; shorter tests are not recorded
 
 
 def measure(arguments: list[str]) -> dict[str, float]:

@@ -382,7 +382,7 @@ def test_the_picture_of_a_plan_has_the_figures_that_the_command_prints(reader, c
             assert float(found) == pytest.approx(float(amount), rel=0.02), line
 
 
-# Their lines have options of their own.
+# Lines with these programs hold options of those programs.
 OTHER_PROGRAMS = re.compile(
     r"(?: vllm serve| -m sglang\S*|`tensorboard|llama-cli|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "
 )

@@ -63,7 +63,7 @@ def test_the_comment_is_what_the_shape_and_the_allocator_give(name):
     measured = {name: value for name, value in row["values"].items() if name != "output_dir"}
     assert measured == values, "run benchmarks/pretended_ladder.py --tables presets --again"
     assert hub.parse_name(values["model.path"]) is not None
-    assert "output_dir" not in values  # so that a second run takes a name of its own
+    assert "output_dir" not in values  # so that a second run gets a new name
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ def base_model(template: str, base: Path) -> Path:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_base_model_stops_at_the_end_of_a_turn(name: str, tmp_path: Path):
-    """Before training, when no file of its own names the token."""
+    """Before training, no file of the model names the token."""
     template, ends = TEMPLATES[name]
     folder = base_model(template, tmp_path / "base")
     tokenizer = load_tokenizer(folder)

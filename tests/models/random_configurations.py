@@ -176,7 +176,7 @@ def finish_granite_swa(draw: Draw, chosen: dict[str, Any]) -> None:
 class Draws:
     """What differs in a family's random configurations."""
 
-    fields: dict[str, st.SearchStrategy[Any]] = field(default_factory=dict)  # other values, or fields of its own
+    fields: dict[str, st.SearchStrategy[Any]] = field(default_factory=dict)  # other values, or further fields
     without: str = ""  # a field that others draw
     rope: Rope = usual
     finish: Callable[[Draw, dict[str, Any]], Any] = lambda draw, chosen: None
@@ -184,7 +184,7 @@ class Draws:
 
 
 UNTIED, NO_BIAS = {"tie_word_embeddings": st.just(False)}, {"mlp_bias": st.just(False)}  # experts' biases are refused
-SQUARE, WINDOWED = Draws(is_square=True), Draws(rope=none)  # layers with a window have rotary settings of their own
+SQUARE, WINDOWED = Draws(is_square=True), Draws(rope=none)  # layers with a window have separate rotary settings
 IN_HALF = partial(in_part, shares=(0.5,))  # of 2 turned features `dynamic` divides by 0
 DELTA_RULE, IN_PART = Draws(rope=IN_HALF, finish=finish_delta_rule), Draws(rope=in_part, is_square=True)
 LEARNED = Draws({"max_position_embeddings": st.just(256)}, rope=none, is_square=True)

@@ -18,7 +18,7 @@ from tests.models.family_cases import CASES, FIRST_CASES, IN_ORDER
 
 __all__ = ["make_checkpoint"]
 
-# One case per family; Gemma 4 has experts in a case of its own, and Nemotron-H's first case has none.
+# One case per family; Gemma 4 has experts in a separate case, and Nemotron-H's first case has none.
 FIRST = [case for case in IN_ORDER if case in FIRST_CASES.values()]
 DENSE = ("gemma4_text", "nemotron_h")
 MIXTURES = [case for case in FIRST if ROWS[CASES[case][0]].mixture and case not in DENSE] + ["gemma4_text_experts"]
