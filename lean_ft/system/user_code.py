@@ -228,7 +228,7 @@ class _Started:
         if os.getpid() != self._process:
             return
         with self._lock:
-            if self not in self._running:  # it was left before it ended, and the program may have changed the folder since
+            if self not in self._running:  # left before; the program may be in another folder now
                 return
             self._running.discard(self)
             if self._running or _folder_now() == self._folder:
