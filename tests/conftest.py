@@ -14,12 +14,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# Tests start hundreds of processes. Without bytecode, each would compile lean_ft again, and pytest would rewrite every test file. Where the
-# user forbids bytecode beside the sources, it goes to pytest's folder.
+# Tests start hundreds of processes. Without bytecode, each would compile lean_ft again, and pytest would rewrite every test
+# file. A folder of their own would not do: Python would then look there for the packages' bytecode too, and compile torch.
 if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
-    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest

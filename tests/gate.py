@@ -59,7 +59,7 @@ OF_FAMILIES += ("schedule.warmup_steps=5", "clip_grad_norm=1.0", "model.random_i
 OF_FAMILIES += ("optimizer.eps=1e-4",)
 # Its gradients are large. At the rate of the others, differences of rounding grow by about half in each step.
 SLOWER = {"gemma4_text": ("optimizer.lr=1e-4",)}
-FIRST = ("finetune", "grpo", "llama")  # in the default tests
+FIRST = ("finetune", "grpo")  # in the default tests
 CURVES = (*FIRST, *(name for name in (*RECIPES, *FAMILIES) if name not in FIRST))
 FIRST_PLANS = ("tiny/full",)
 PLANS = sorted(catalog.presets(), key=lambda name: (name not in FIRST_PLANS, not name.startswith("tiny/"), name))

@@ -12,6 +12,7 @@ takes no more than 10 s, and `--lane 2/5` one of five parts of equal CPU time.
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def kind_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
+@cache
 def recorded_seconds() -> dict[str, dict[str, float]]:
     """CPU seconds of tests by file and id, as `scripts/time_tests.py` measured them."""
     return json.loads(RECORD.read_text())

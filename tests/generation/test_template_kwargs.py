@@ -63,6 +63,7 @@ def test_a_model_of_a_run_is_asked_with_its_variables(run: Path) -> None:
     assert base.chat_template_kwargs == {}
 
 
+@pytest.mark.long
 def test_a_request_wins(run: Path) -> None:
     model, tokenizer = open_model(run, device="cpu")
     with ChatServer(model, tokenizer, "mine", max_new_tokens=2) as server:

@@ -8,6 +8,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,11 @@ def sparse(path: Path) -> None:
     os.truncate(path, MAX_BYTES + 1)
 
 
-BOMB = zlib.compress(bytes(1 << 28))
+@cache
+def bomb() -> bytes:
+    return zlib.compress(bytes(1 << 28))
+
+
 TOO_LARGE = "pixels; expected between 1 and 67108864"
 HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing file": (lambda folder: "gone.png", "No such file"),
@@ -184,8 +189,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "would take 256 MiB of memory; the limit for a file of 71 bytes is 192 MiB",
     ),
     "as many pixels as allowed, and none in the file": (lambda folder: png(1 << 13, 1 << 12), "truncated"),
-    "a compressed text": (lambda folder: png(10, 10, chunk(b"zTXt", b"x\0\0" + BOMB)), "too large"),
-    "a compressed profile": (lambda folder: png(10, 10, chunk(b"iCCP", b"x\0\0" + BOMB)), "too large"),
+    "a compressed text": (lambda folder: png(10, 10, chunk(b"zTXt", b"x\0\0" + bomb())), "too large"),
+    "a compressed profile": (lambda folder: png(10, 10, chunk(b"iCCP", b"x\0\0" + bomb())), "too large"),
     "a long list of strips": (lambda folder: tiff(1 << 20), "broken or incomplete"),
 }
 

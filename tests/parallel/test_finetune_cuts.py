@@ -77,7 +77,7 @@ def on_two(tmp_path_factory, request) -> tuple[Path, list[Any]]:
     return folder, on_ranks(2, work, folder, selected(request), timeout=300)
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", CUTS)
 def test_one_process_resumes_a_run_of_two(on_two, tmp_path, name):
     """Losses, also held-out ones; from the third step on, with weights and state that two processes wrote."""

@@ -125,7 +125,7 @@ def num_bytes(model_folder: Path) -> tuple[int, int]:
     return layers, sum(parameter.nbytes for parameter in model.parameters()) - layers
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("devices", "count", "rounds"), [(2, 1, 1), (2, 2, 2), (8, 1, 2)])
 def test_what_is_sent_is_what_is_gathered_and_summed(model_folder, devices: int, count: int, rounds: int):
     """Layers are gathered twice and their gradients reduced once; the tied output layer is gathered once.

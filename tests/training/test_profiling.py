@@ -34,6 +34,7 @@ def test_operations_are_those_of_the_profiled_steps(profiled: Path) -> None:
     assert calls is not None and int(calls[1]) >= 2 * 3 * 4 * 7
 
 
+@pytest.mark.long
 def test_the_trace_has_the_steps_that_were_watched(profiled: Path) -> None:
     with gzip.open(profiled / "profile" / "trace.json.gz") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
@@ -42,6 +43,7 @@ def test_the_trace_has_the_steps_that_were_watched(profiled: Path) -> None:
     assert "[memory]" in names
 
 
+@pytest.mark.long
 def test_a_profiled_run_is_the_same_bits(profiled: Path, tmp_path: Path) -> None:
     plain = run(tmp_path / "off")
     assert not (plain / "profile").exists()
