@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lean_ft.data.batch import Batch
-    from lean_ft.data.batches import Batches, EvalBatches, longest_batch
+    from lean_ft.data.batches import Batches, EvalBatches
     from lean_ft.data.completions import PolicyBatch
+    from lean_ft.data.largest import largest_batch
     from lean_ft.data.pairs import PairBatch
     from lean_ft.data.prepare import preference_batches, prepare_batches, sft_batches, unpaired_batches
     from lean_ft.data.prompts import Prompt, Prompts, prompt_rows
@@ -23,7 +24,7 @@ __all__ = [
     "Prompt",
     "Prompts",
     "UnpairedBatch",
-    "longest_batch",
+    "largest_batch",
     "preference_batches",
     "prepare_batches",
     "prompt_rows",
@@ -37,7 +38,8 @@ _HOMES = {
     "PairBatch": "pairs",
     "PolicyBatch": "completions",
     "UnpairedBatch": "unpaired",
-    **dict.fromkeys(("Batches", "EvalBatches", "longest_batch"), "batches"),
+    "largest_batch": "largest",
+    **dict.fromkeys(("Batches", "EvalBatches"), "batches"),
     **dict.fromkeys(("Prompt", "Prompts", "prompt_rows"), "prompts"),
 }  # other names: prepare
 

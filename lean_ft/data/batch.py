@@ -8,7 +8,7 @@ Legend: B rows of a batch, T positions of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -82,19 +82,23 @@ class Batch:
         import torch
 
         device = torch.device(device)
+        is_cuda = device.type == "cuda"
+        return self.mapped(lambda t: t.pin_memory().to(device, non_blocking=True) if is_cuda else t.to(device))
 
-        def move(value: Any) -> Any:
+    def mapped(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Return the batch with `move` applied to each of its tensors."""
+        import torch
+
+        def moved(value: Any) -> Any:
             if isinstance(value, Batch):
-                return value.to(device)
+                return value.mapped(move)
             if isinstance(value, dict):
-                return {name: move(one) for name, one in value.items()}
+                return {name: moved(one) for name, one in value.items()}
             if isinstance(value, Images):
-                return Images(*map(move, value))
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+                return Images(*map(moved, value))
+            return move(value) if isinstance(value, torch.Tensor) else value
 
-        return replace(self, **{name: move(value) for name, value in vars(self).items()})
+        return replace(self, **{name: moved(value) for name, value in vars(self).items()})
 
     def part_of_rows(self, place: int, number: int) -> Self:
         """Return part `place` of `number` equal parts of each row, for ranks that share rows.

@@ -12,17 +12,8 @@ from lean_ft.data.batch import Batch, rounded_up
 from lean_ft.data.collate import Placed, as_tensors, collate
 from lean_ft.data.columns import Columns
 from lean_ft.data.image_batches import BuiltAhead, counts_of, images_of_batch
-from lean_ft.data.objective import Objective, objective_of
+from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
-from lean_ft.images.rules import ImageRules
-from lean_ft.settings import DataConfig
-
-
-def longest_batch(
-    config: DataConfig, batch_size: int, share_prompts: bool = False, image_rules: ImageRules | None = None
-) -> Batch:
-    """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label."""
-    return objective_of(config).longest(config, batch_size, share_prompts, image_rules)
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,18 @@ Legend: K image tokens of a batch, P patches, p pixels of a patch's side.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT
-from lean_ft.data.images import num_embeddings, references_of
+from lean_ft.data.columns import IMAGE_ROW
+from lean_ft.data.images import BLANK, num_embeddings, references_of
 from lean_ft.images.batch import Images
-from lean_ft.images.cuts import Size
 from lean_ft.images.rules import ImageRules
 from lean_ft.system.environment import usable_cores
 
@@ -106,6 +104,8 @@ def _num_patches(grids: Grids) -> int:
 
 
 def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules) -> None:
+    if reference.startswith(BLANK):
+        return
     from lean_ft.images.reading import open_image, read_patches, size_of  # here, since texts do not need Pillow
 
     with open_image(reference, rules) as image:
@@ -115,25 +115,6 @@ def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules
                 "its row was prepared. Start the run again."
             )
         read_patches(image, rules, patches)
-
-
-def longest_images(rules: ImageRules, shape: tuple[int, int], number: int, length: int) -> dict[str, Any]:
-    """Arguments of the forward pass for a batch of `shape` (B, T) with the most image tokens in the first `length` tokens of each
-    row, all zeros: images of the size that leaves the fewest tokens over, and the largest of such sizes. The rows of each of the
-    `number` rows of data show the same images."""
-    sides = [n * rules.patch_size * rules.merge for n in range(math.isqrt(length), 0, -1)]
-    layouts = [rules.layout(Size(side, side * eighths // 8)) for side in sides for eighths in range(8, 0, -1)]
-    layout = max(layouts, key=lambda one: length - length % sum(one.runs))  # 0 if it does not fit
-    num_tokens, side = length - length % sum(layout.runs), rules.patch_size
-    shifts = {POSITION_SHIFT: torch.zeros(shape, dtype=torch.int32)} if rules.shifts_positions else {}
-    if not num_tokens:
-        return shifts
-    grids = layout.grids * (number * (num_tokens // sum(layout.runs)))
-    tokens = torch.arange(num_tokens)
-    rows = torch.arange(shape[0])[:, None]
-    patches = torch.zeros(_num_patches(grids), 3, side, side, dtype=torch.uint8)
-    places, shown = rows * shape[1] + tokens, rows // (shape[0] // number) * num_tokens + tokens
-    return {"images": Images(patches, grids, places.flatten(), shown.flatten()), **shifts}
 
 
 @cache

@@ -53,6 +53,7 @@ MARK = "<image>"  # the place of an image in a text
 NO_IMAGES = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _UNTYPED_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")  # of an image part without a type
+BLANK = b"blank "  # begins the reference of an image of a plan, which has no pixels
 _SKIP = "Remove the row, or skip such rows with data.on_bad_row=skip."
 
 Messages = list[dict[str, Any]]

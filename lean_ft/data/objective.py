@@ -11,22 +11,18 @@ Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M th
 from __future__ import annotations
 
 from importlib import import_module
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from lean_ft.data.batch import Batch
-from lean_ft.data.columns import OF_LOSS, Columns, Document
+from lean_ft.data.columns import OF_LOSS, Columns
 from lean_ft.data.formats import RowReader
-from lean_ft.settings import AnswerDataConfig, DataConfig
+from lean_ft.settings import DataConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lean_ft.data.batches import Batches
     from lean_ft.data.collate import Placed
-    from lean_ft.images.rules import ImageRules
 
 
 class Objective:
@@ -54,53 +50,12 @@ class Objective:
         """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
 
-    def longest(
-        self,
-        config: DataConfig,
-        batch_size: int,
-        share_prompts: bool = False,
-        image_rules: ImageRules | None = None,
-    ) -> Batch:
-        """Return the largest batch, filled with zeros: each row has `max_length` tokens, and each token is a label. With
-        shared prompts, a padded row has `max_length` tokens plus the longest completion. With `image_rules`, each row has as
-        many images as fit."""
-        sides, length = len(config.sides), config.max_length
-        shares_padded = share_prompts and not config.packs_rows
-        limit = config.max_completion_length if isinstance(config, AnswerDataConfig) else None
-        answer = length if limit is None else min(length, limit)
-        taken = length + answer if shares_padded else length * sides  # positions per row of data
-        number = batch_size if config.batch_tokens is None else config.batch_tokens // taken
-        shape = (number, taken) if share_prompts else (number * sides, length)
-        num_documents, num_labels = number * (3 if share_prompts else sides), number * taken
-        if shares_padded:
-            num_labels = number * 2 * answer
-        inputs = {"input_ids": zeros(*shape), "positions": zeros(*shape)}
-        if share_prompts or config.packing != "none":
-            inputs["cu_seqlens"] = zeros(num_documents + 1, dtype="int32")
-        if share_prompts:
-            inputs["prefixes"] = zeros(num_documents, 2, dtype="int32")
-        if image_rules is not None:
-            from lean_ft.data.image_batches import longest_images
-
-            inputs |= longest_images(image_rules, shape, number, length)
-        counts: dict[str, Any] = {"num_targets": num_labels, "num_tokens": shape[0] * shape[1]}
-        of_texts, of_labels = np.zeros(number * sides, dtype=np.int64), np.zeros(num_labels, dtype=np.int64)
-        placed: Any = SimpleNamespace(sides=sides, documents=of_texts, num_labels=of_texts, last=of_texts)
-        placed.index = placed.label = of_labels
-        nothing: Any = Columns.join([Document(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=bool))])
-        fields = self.row_fields(nothing, placed) | self.token_fields(nothing, placed, 0)
-        counts |= {
-            name: zeros(*value.shape, dtype=value.dtype.name) if isinstance(value, np.ndarray) else value
-            for name, value in fields.items()
-        }
-        return self.batch_type(inputs=inputs, labels=zeros(*shape), **counts)
-
     def describe(self, values: np.ndarray) -> list[str]:
         """Return remarks for the report; values: (N, V), from `RowReader.values`, of all N sequences."""
         return []
 
     def fitted(self, config: DataConfig, batches: Batches) -> dict[str, Any]:
-        """Return settings that make `longest` as large as the largest of `batches`, for the planner."""
+        """Return settings that make the largest batch as large as the largest of `batches`, for the planner."""
         longest = batches.longest if config.longest is None else min(config.longest, batches.longest)
         update: dict[str, Any] = {"max_length": longest}
         if config.batch_tokens is not None:
@@ -129,10 +84,3 @@ def objective_of(config: DataConfig) -> Objective:
 def settings_class(config: DataConfig) -> type[DataConfig]:
     """Return the class of lean_ft.settings that the recipe's settings class extends."""
     return next(kind for kind in type(config).__mro__ if kind.__module__ == DataConfig.__module__)
-
-
-def zeros(*shape: int, dtype: str = "int64") -> Tensor:
-    """A tensor for `Objective.longest`."""
-    import torch
-
-    return torch.zeros(shape, dtype=getattr(torch, dtype))

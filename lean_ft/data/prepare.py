@@ -22,10 +22,11 @@ import numpy as np
 
 from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.arrow_rows import dataset_files
-from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches, longest_batch
+from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, limit_images
 from lean_ft.data.images import changed_files, num_images, num_patches
+from lean_ft.data.largest import largest_batch
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
@@ -104,7 +105,7 @@ def prepare_batches(
     limit_images(tokenizer, config)
     return world().batches(
         lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
-        lambda: longest_batch(config, batch_size, share_prompts, tokenizer.image_rules),
+        lambda: largest_batch(config, batch_size, share_prompts, tokenizer.image_rules),
     )
 
 

@@ -106,12 +106,12 @@ def prompt_rows(
     rows, and if no prompt is left.
     """
 
-    def longest() -> tuple[Prompts, None]:
+    def instead() -> tuple[Prompts, None]:
         document = replace(Document.of([0] * config.max_prompt_length), image_rules=tokenizer.image_rules)
         prompt = Prompt(document.ids.tolist(), "", {}, "", document)
         return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
 
-    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools()), longest)
+    return world().read(lambda: _read_prompts(config, tokenizer, seed, tools()), instead)
 
 
 def _read_prompts(

@@ -17,7 +17,6 @@ from lean_ft.data.columns import Document
 from lean_ft.data.formats import OF_PROMPTS, Fields, reading
 from lean_ft.data.pairs import PairBatch, PairReader, PreferencePairs
 from lean_ft.data.rows import Row, kind
-from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Passage
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns
-    from lean_ft.images.rules import ImageRules
 
 LABELS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
@@ -115,18 +113,6 @@ class Unpaired(PreferencePairs):
     def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         fields = super().token_fields(columns, placed, epoch)
         return fields | {"mismatched": self._mismatched(columns, placed, epoch)}
-
-    def longest(
-        self,
-        config: DataConfig,
-        batch_size: int,
-        share_prompts: bool = False,
-        image_rules: ImageRules | None = None,
-    ) -> UnpairedBatch:
-        if not self.adds_mismatched:
-            return super().longest(config, batch_size, image_rules=image_rules)  # pyright: ignore[reportReturnType]
-        batch = replace(self, adds_mismatched=False).longest(config, batch_size, image_rules=image_rules)
-        return replace(batch, mismatched=batch)
 
     def describe(self, values: np.ndarray) -> list[str]:
         good, bad = int(values.sum()), int(len(values) - values.sum())

@@ -27,7 +27,7 @@ from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Document
 from lean_ft.data.completions import SampledCompletions
-from lean_ft.data.image_batches import longest_images
+from lean_ft.data.largest import full_document
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Sample
 from lean_ft.losses import AnswerTokens, advantages, whitened
@@ -191,21 +191,14 @@ class Rounds(Generic[BatchT]):
         """The round's micro-batches `first` to `end`."""
         raise NotImplementedError
 
-    def longest(self) -> BatchT:
+    def largest(self) -> BatchT:
         """The largest micro-batch, without contents."""
         raise NotImplementedError
 
-    def _longest(self, build: Callable[[list[Document]], BatchT], size: int, number: int) -> BatchT:
-        """Build the largest batch: `size` completions of `number` prompts, which are full of images in a run with images."""
-        longest = self._prompts[0].ids
-        batch = build([Document.of(longest)] * size)
-        if self.image_rules is None:
-            return batch
-        (rows, width), length = batch.labels.shape, len(longest)
-        if rows < number:  # one row has all prompts
-            number, length = rows, length * number // rows
-        number = number if rows % number == 0 else rows
-        return replace(batch, inputs=batch.inputs | longest_images(self.image_rules, (rows, width), number, length))
+    def _full_prompt(self, number: int) -> Document:
+        """The longest prompt, without labels; in a run with images, full of images. `number` tells prompts apart."""
+        prompt = full_document(len(self._prompts[0].ids), self.image_rules, number)
+        return replace(prompt, trained=np.zeros_like(prompt.trained))
 
     # Metrics -------------------------------------------------------------------------------------------------
 
@@ -370,7 +363,7 @@ class Rollouts(Rounds[PolicyBatch]):
         assert isinstance(batch, PolicyBatch)
         return replace(batch, answers=range(first, first + len(answers)))
 
-    def longest(self) -> PolicyBatch:
+    def largest(self) -> PolicyBatch:
         size, group, new = self._cfg.batch_size, self._cfg.generation.num_answers, self._cfg.completion_tokens
         # The micro-batch with completions of the most groups has the most prompts.
         first = max(range(0, self.num_answers, size), key=lambda first: (first + size - 1) // group - first // group)
@@ -378,8 +371,9 @@ class Rollouts(Rounds[PolicyBatch]):
         answer = Completion(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
         answer.old = zeros if self.looks_back else []
         answer.values = answer.returns = zeros if self._has_values else []
-        number = (first + size - 1) // group - first // group + 1
-        return self._longest(lambda prompts: self._policy_batch([answer] * size, prompts, first), size, number)
+        return self._policy_batch(
+            [answer] * size, [self._full_prompt((first + i) // group) for i in range(size)], first
+        )
 
 
 class ValuedRollouts(Rollouts):
@@ -448,7 +442,7 @@ class PairRollouts(Rounds[PairBatch]):
         assert isinstance(batch, PairBatch)
         return batch
 
-    def longest(self) -> PairBatch:
-        longest = Completion(0, [0] * self._cfg.completion_tokens, [], True, 0.0, [], "")
+    def largest(self) -> PairBatch:
+        answer = Completion(0, [0] * self._cfg.completion_tokens, [], True, 0.0, [], "")
         size = 2 * self._cfg.batch_size
-        return self._longest(lambda prompts: self._pair_batch([longest] * size, prompts), size, self._cfg.batch_size)
+        return self._pair_batch([answer] * size, [self._full_prompt(i // 2) for i in range(size)])

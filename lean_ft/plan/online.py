@@ -8,9 +8,9 @@ import torch
 
 from lean_ft.data import Prompt
 from lean_ft.data.columns import Document
-from lean_ft.data.image_batches import longest_images
+from lean_ft.data.largest import full_document
 from lean_ft.generation.choosing import Sampling, choose
-from lean_ft.generation.decoding import PROMPT_TOKENS, forward_as_written
+from lean_ft.generation.decoding import PROMPT_TOKENS, forward_as_written, padded_inputs
 from lean_ft.models import Decoder, FewRows
 from lean_ft.online.rollouts import Rollouts, Rounds
 from lean_ft.settings import OnlineConfig
@@ -50,10 +50,8 @@ def rehearse_generation(
     longest = max(map(len, prompts))
     caches = model.new_cache(len(prompts), capacity)
     texts = min(len({prompt.identity for prompt in prompts}), max(1, PROMPT_TOKENS // longest))
-    shape = texts, longest
-    image_rules = prompts[0].image_rules
-    images = {} if image_rules is None else longest_images(image_rules, shape, texts, longest)
-    forward_as_written(model, torch.zeros(shape, dtype=torch.int64), caches.part(0, texts), **images)
+    inputs = padded_inputs([full_document(longest, prompts[0].image_rules, i) for i in range(texts)], model.device)
+    forward_as_written(model, cache=caches.part(0, texts), **inputs)
     caches.filled = capacity - 1
     waiting = [model.new_cache(len(prompts), capacity) for _ in range(copies - 1)]
     hidden = forward_as_written(model, torch.zeros(len(prompts), 1, dtype=torch.int64), caches)[:, 0]

@@ -121,8 +121,8 @@ class PlannedWorld(World):
     def tokenizer(self, load: Callable[[], T], images_of: Any) -> T:
         return cast(T, _LazyTokenizer(load, images_of))
 
-    def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:
-        return cast(T, (LongestBatches(self, longest), None))
+    def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
+        return cast(T, (LargestBatches(self, largest), None))
 
     def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:
         model = build(planned_model_path(path))
@@ -170,7 +170,7 @@ class PlannedWorld(World):
 
         batches: Any = run.batches
         if isinstance(batches, Rounds):
-            plan_rounds(batches, cast(OnlineConfig, run.cfg), LongestBatches(self, batches.longest).take)
+            plan_rounds(batches, cast(OnlineConfig, run.cfg), LargestBatches(self, batches.largest).take)
         run.length.total_steps = 1
         run.steps, run.log = steps, log
 
@@ -266,23 +266,25 @@ class _LazyTokenizer:
         return len(self._loaded)
 
 
-class LongestBatches:
+class LargestBatches:
     """Training batches of the largest possible size."""
 
     batches_per_epoch = 1
     fingerprint = ""
 
-    def __init__(self, world: PlannedWorld, longest: Callable[[], Any]) -> None:
-        self._world, self._longest = world, longest
+    def __init__(self, world: PlannedWorld, largest: Callable[[], Any]) -> None:
+        self._world, self._largest = world, largest
 
     def take(self, n: int) -> list[Any]:
         """Rank 0's micro-batches of the step: at most two, which are charged the time of all. The second differs from the
         first, because it adds to gradients; later ones are like the second."""
         trace = self._world.trace
+        with without_modes():
+            largest = self._largest()
         own = -(-n * self._world.num_sharing // trace.machines.num_devices)
         with trace.memory.labelled(BATCH):
-            batches = [self._longest() for _ in range(min(own, 2))]
-        trace.time.longest_document = batches[0].labels.shape[1]
+            batches = [largest.mapped(torch.zeros_like) for _ in range(min(own, 2))]
+        trace.time.longest_document = int(largest.inputs["positions"].max()) + 1
         self._world.num_tokens = n * batches[0].num_tokens
         images = batches[0].inputs.get("images")
         self._world.num_patches = 0 if images is None else len(images.patches)

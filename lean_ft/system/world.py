@@ -38,8 +38,8 @@ class World:
         None."""
         return load()
 
-    def batches(self, read: Callable[[], T], longest: Callable[[], Any]) -> T:
-        """Return training and held-out batches. In a plan, each batch is made by `longest`."""
+    def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
+        """Return training and held-out batches. In a plan, each batch is made by `largest`."""
         return read()
 
     def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
-from lean_ft.models.attention.kernels import describe_kernels
+from lean_ft.models.attention.kernels import IN_BLOCKS, describe_kernels
 from lean_ft.models.config_json import dropouts
 from lean_ft.models.drafting import drafting_remark
 from lean_ft.models.frozen_weight import num_parameters, quantized_weights
@@ -50,7 +50,10 @@ def log_start(run: "Run") -> None:
     if run.device.type == "cuda" and isinstance(run.model, Decoder):
         dtype = getattr(torch, cfg.needed(ModelConfig).dtype)
         capability = torch.cuda.get_device_capability(run.device)
-        say("attention", describe_kernels(run.model.config, dtype, capability))
+        kernels = describe_kernels(run.model.config, dtype, capability)
+        say("attention", kernels)
+        if IN_BLOCKS in kernels and (note := _cost_of_one_row(cfg.group(DataConfig), cfg.batch_size)):
+            say("WARNING", note)
     say("data", str(run.batches.report))
     if (optimizer := cfg.group(OptimizerConfig)) is not None:
         _log_optimizer(run, optimizer)
@@ -72,6 +75,16 @@ def log_start(run: "Run") -> None:
     say("output", f"{cfg.output_dir}; save_every={cfg.save_every}; checkpoints kept: {kept}")
     for note in run.optimizer.notes:
         say("adjusted", note)
+
+
+def _cost_of_one_row(data: DataConfig | None, batch_size: int) -> str:
+    """What attention in blocks, which multiplies each token with all earlier ones of its row, costs where a batch is one row."""
+    if data is None or data.packing != "padding_free" or batch_size == 1:
+        return ""
+    return (
+        f"attention in blocks goes over whole rows, and data.packing=padding_free makes the {batch_size} documents of a batch one row: "
+        f"attention takes up to {batch_size} times as long. Set data.packing=bfd or none."
+    )
 
 
 def _describe_ranks(run: "Run") -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import Batch, Batches, longest_batch, preference_batches, sft_batches, unpaired_batches
+from lean_ft.data import Batch, Batches, largest_batch, preference_batches, sft_batches, unpaired_batches
 from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
 
 Config = Callable[..., Any]
@@ -336,7 +336,7 @@ def test_the_largest_batch_comes_first_of_all(config: Config, plain_tokenizer, s
     ids=str,
 )
 @pytest.mark.parametrize("kind", [SFTDataConfig, PreferenceDataConfig, "sharing"])
-def test_rows_that_are_all_full_make_the_longest_batch(kind: Any, settings: dict[str, Any], write, plain_tokenizer):
+def test_rows_that_are_all_full_make_the_largest_batch(kind: Any, settings: dict[str, Any], write, plain_tokenizer):
     sharing = {}
     if kind == "sharing":
         kind, sharing = PreferenceDataConfig, {"share_prompts": True}
@@ -349,10 +349,14 @@ def test_rows_that_are_all_full_make_the_longest_batch(kind: Any, settings: dict
         return  # pairs are not cut
     config = kind(source=write(texts), max_length=64, **settings)
     batches, _ = prepare(config, plain_tokenizer, BATCH_SIZE, seed=0, **sharing)
-    longest = longest_batch(config, BATCH_SIZE, **sharing)
-    assert longest.num_tokens == max(batch.num_tokens for batch in epoch(batches))
-    assert longest.num_targets == longest.num_tokens == longest.input_ids.numel() == longest.labels.numel()
-    assert (longest.cu_seqlens is None) == (settings.get("packing", "none") == "none" and not sharing)
+    planned = largest_batch(config, BATCH_SIZE, **sharing)
+    largest = max(epoch(batches), key=lambda batch: batch.num_tokens)
+    if not sharing:
+        assert planned.input_ids.shape == largest.input_ids.shape
+        assert (planned.cu_seqlens is None) == (largest.cu_seqlens is None)
+    assert planned.num_tokens == largest.num_tokens == planned.input_ids.numel()
+    assert largest.num_targets <= planned.num_targets < planned.num_tokens  # nothing predicts a first token
+    assert planned.inputs.keys() == largest.inputs.keys()
 
 
 @pytest.mark.first(8)

@@ -23,7 +23,7 @@ from transformers import Qwen3VLModel
 from typer.testing import CliRunner
 
 from lean_ft.cli.main import app
-from lean_ft.data import Batch, Batches, longest_batch, preference_batches, prompt_rows, sft_batches, unpaired_batches
+from lean_ft.data import Batch, Batches, largest_batch, preference_batches, prompt_rows, sft_batches, unpaired_batches
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.images import has_images
 from lean_ft.data.report import DataReport
@@ -690,12 +690,12 @@ def test_batches_built_ahead_are_those_built_when_needed(qwen: Family, ranks: in
 
 @pytest.mark.first(3)
 @pytest.mark.parametrize("kind", [SFTDataConfig, PreferenceDataConfig, UnpairedDataConfig])
-def test_the_longest_batch_has_as_many_patches_as_fit(family: Family, kind: Any) -> None:
+def test_the_largest_batch_has_as_many_patches_as_fit(family: Family, kind: Any) -> None:
     rules = family.tokenizer.image_rules
     assert rules is not None
     long = 600 if family.name == "smolvlm" else 50
     for share in {False, kind is PreferenceDataConfig}:
-        batch = longest_batch(kind(source="x", max_length=long), 3, share, rules)
+        batch = largest_batch(kind(source="x", max_length=long), 3, share, rules)
         images = batch.inputs["images"]
         least = 3 * long * rules.merge**2 * 2 // 3
         assert (
@@ -709,7 +709,7 @@ def test_the_longest_batch_has_as_many_patches_as_fit(family: Family, kind: Any)
         assert len(images.places.unique()) == len(images.places) == len(images.rows)
         assert ("position_shift" in batch.inputs) == rules.shifts_positions
         assert (
-            "images" not in longest_batch(kind(source="x", max_length=2), 3, share, rules).inputs
+            "images" not in largest_batch(kind(source="x", max_length=2), 3, share, rules).inputs
             or family.name != "gemma3"
         )
 

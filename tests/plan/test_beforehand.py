@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lean_ft.data import longest_batch, preference_batches, sft_batches
+from lean_ft.data import largest_batch, preference_batches, sft_batches
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import as_long_as_its_data, foresee, upper_bound_bytes
 from lean_ft.plan.devices import CPU
@@ -103,7 +103,7 @@ def test_rows_are_planned_as_long_and_as_many_as_the_data_has(recipe, configure,
     cfg = configure(f"data.source={tmp_path / 'short.jsonl'}", "data.max_length=131072", *settings)
     largest = sft_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed)[0].take(1)[0]
     planned = as_long_as_its_data(cfg)
-    assert longest_batch(planned.data, planned.batch_size).input_ids.shape == largest.input_ids.shape
+    assert largest_batch(planned.data, planned.batch_size).input_ids.shape == largest.input_ids.shape
     assert upper_bound_bytes(planned) < upper_bound_bytes(cfg) / 100
     room_bytes = 3 * upper_bound_bytes(planned)
     monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: room_bytes)
@@ -124,7 +124,7 @@ def test_pairs_are_planned_with_the_prompts_that_they_share(tmp_path):
     batches, _ = preference_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed, share_prompts=True)
     (largest,) = batches.take(1)
     planned = as_long_as_its_data(cfg)
-    longest = longest_batch(planned.data, planned.batch_size, share_prompts=True)
+    longest = largest_batch(planned.data, planned.batch_size, share_prompts=True)
     assert largest.num_tokens <= longest.num_tokens <= largest.num_tokens + 4 * 8
     assert largest.num_targets <= longest.num_targets <= 2 * largest.num_targets
 

@@ -100,6 +100,9 @@ def choose_kernel(
     return "eager", f"{'sinks' if is_for_flash else reason}{missing}"
 
 
+IN_BLOCKS = "blocks of eager operations"
+
+
 def describe_kernels(config: DecoderConfig, dtype: torch.dtype, capability: tuple[int, int]) -> str:
     """The kernels of all layers in training, for the log: `flash kernel (FlashAttention 2) in 25 layers; ...`. Tokens of images that
     see each other are not considered."""
@@ -122,7 +125,7 @@ def _describe(config: DecoderConfig, layer: int, dtype: torch.dtype, capability:
         version = (_active() or "FA2").removeprefix("FA")
         return f"flash kernel (FlashAttention {version}){', sinks joined afterwards' if sinks else ''}"
     reason = "soft cap" if not is_plain and reason.startswith("a soft cap") else reason
-    return f"own Triton kernel: {reason}" if kernel == "own" else f"blocks of eager operations (slow): {reason}"
+    return f"own Triton kernel: {reason}" if kernel == "own" else f"{IN_BLOCKS} (slow): {reason}"
 
 
 def _active() -> str | None:
