@@ -34,6 +34,7 @@ import torch  # noqa: E402
 
 import lean_ft.optim.optimizer as optimizer_module  # noqa: E402
 from lean_ft.data import Batch, largest_batch  # noqa: E402
+from lean_ft.data.images import ImageKind  # noqa: E402
 from lean_ft.optim.optimizer import Optimizer  # noqa: E402
 from lean_ft.optim.rule import ParameterState  # noqa: E402
 from lean_ft.settings.text import load_config  # noqa: E402
@@ -61,7 +62,7 @@ class Longest:
             from lean_ft.images.rules import image_rules
 
             rules = image_rules(Path(cfg.model.path), cfg.data.image_tokens)
-        self._batch = largest_batch(cfg.data, cfg.batch_size, image_rules=rules)
+        self._batch = largest_batch(cfg.data, cfg.batch_size, kinds=() if rules is None else (ImageKind(rules),))
         if not IS_SIMULATED and rules is None:
             self._fill(cfg)
 

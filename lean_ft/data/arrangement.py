@@ -75,7 +75,8 @@ class Arrangement:
     """Documents per row of data."""
     shared: np.ndarray | None = None  # (P,) tokens left out at the start of each piece
     """They equal the first tokens of the last piece before it in the row that leaves none out."""
-    patches: np.ndarray | None = None  # (P,) patches of the images of each piece; None without images
+    work: tuple[np.ndarray, ...] = ()
+    """(P,) work of each piece beside its tokens, such as patches of images, for each kind of columns."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -113,13 +114,14 @@ class Arrangement:
 
     def plan(self, generator: np.random.Generator | None, largest_first: bool = False) -> EpochPlan:
         """Plan one epoch, in fixed order without a `generator`; `largest_first` moves a batch with the most positions
-        to the start, and a batch with the most patches behind it."""
-        plan = self._plan(generator, largest_first)
-        if not largest_first or self.patches is None:
-            return plan
-        of_rows = np.add.reduceat(self.patches, self.offsets[:-1])
-        most = int(np.add.reduceat(of_rows[plan.rows], plan.offsets[:-1]).argmax())
-        return plan if plan.sequence[0] == most else plan.with_batch_at(1, most)
+        to the start, and behind it a batch with the most of each other work."""
+        plan, place = self._plan(generator, largest_first), 1
+        for work in self.work if largest_first else ():
+            of_rows = np.add.reduceat(work, self.offsets[:-1])
+            most = int(np.add.reduceat(of_rows[plan.rows], plan.offsets[:-1]).argmax())
+            if most not in plan.sequence[:place]:
+                plan, place = plan.with_batch_at(place, most), place + 1
+        return plan
 
     def _plan(self, generator: np.random.Generator | None, largest_first: bool) -> EpochPlan:
         lengths = self.widths

@@ -8,8 +8,8 @@ Legend: B rows of a batch, T positions of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -45,12 +45,10 @@ class Batch:
     """Number of labels that are not -100."""
     num_tokens: int
     """Number of computed positions, B * T."""
-    num_images: int = 0
-    """Number of images, with repeats."""
-    num_patches: int = 0
-    """Number of patches of the distinct images."""
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """What kinds of columns count in the batch, such as images and their patches, by the metric's name."""
     texts: Sequence[Document] | None = None
-    """The texts, row after row, with references to their images; None in a run without images."""
+    """The texts, row after row, if a kind of columns adds to them, such as references to images; else None."""
     documents: np.ndarray | None = None
     """Document numbers in the prepared data, row after row; held-out documents follow the training documents. None if
     documents are cut or joined, or do not come from prepared data."""

@@ -1,6 +1,7 @@
 """Batches of documents: shuffled for training unless `data.shuffle=false`, in order for evaluation."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -9,9 +10,8 @@ import numpy as np
 
 from lean_ft.data.arrangement import Arrangement, EpochPlan
 from lean_ft.data.batch import Batch, rounded_up
-from lean_ft.data.collate import Placed, as_tensors, collate
+from lean_ft.data.collate import Placed, as_tensors, collate, counted_in
 from lean_ft.data.columns import Columns
-from lean_ft.data.image_batches import BuiltAhead, counts_of, images_of_batch
 from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
 
@@ -33,10 +33,29 @@ class ArrangedDocuments:
 
     @cached_property
     def build(self) -> Callable[[EpochPlan, int, int], Batch]:
-        """Return batch i of a plan and an epoch; with images, decode those of the next one ahead."""
-        if self.columns.image_rules is not None:
+        """Return batch i of a plan and an epoch; if a kind of columns reads files, such as images, build the next one ahead."""
+        if self.columns.kinds:
             return BuiltAhead(self.batch)
         return lambda plan, i, epoch: self.batch(plan[i], epoch)
+
+
+class BuiltAhead:
+    """Builds the batch that this rank needs next in a thread, so that images are decoded during a step."""
+
+    def __init__(self, build: Callable[[np.ndarray, int], Batch]) -> None:
+        self._build, self._thread = build, ThreadPoolExecutor(1, "batch")
+        self._next: tuple[int, int, Future[Batch]] | None = None
+        self._last, self._stride = 0, 1
+
+    def __call__(self, plan: EpochPlan, i: int, epoch: int) -> Batch:
+        """Return batch `i` of an epoch, and begin the next one."""
+        ahead, self._next = self._next, None
+        if i > self._last:  # ranks take turns
+            self._stride = i - self._last
+        self._last, following = i, i + self._stride
+        if following < len(plan):
+            self._next = epoch, following, self._thread.submit(self._build, plan[following], epoch)
+        return ahead[2].result() if ahead and ahead[:2] == (epoch, i) else self._build(plan[i], epoch)
 
 
 class UnbuiltBatch:
@@ -59,15 +78,15 @@ class UnbuiltBatch:
     def _counted(self) -> dict[str, Any]:
         """Fields that need no tensors."""
         placed = Placed(self._layout.arrangement, self._layout.columns, self._plan[self._i])
-        counts = {"num_targets": len(placed.index), "num_tokens": placed.shape[0] * placed.shape[1]}
-        counts |= counts_of(images_of_batch(self._layout.columns, placed))
+        counts: dict[str, Any] = {"num_targets": len(placed.index), "num_tokens": placed.shape[0] * placed.shape[1]}
+        counts["counted"] = counted_in(self._layout.columns, placed)
         return counts | as_tensors(self._layout.objective.row_fields(self._layout.columns, placed))
 
 
 class Batches:
     """Endless training batches. The order of an epoch depends on the seed and the epoch number.
 
-    The first batch of a run is the largest, and the second has the most patches of images unless the first has, so a run
+    The first batch of a run is the largest, and the next one has the most patches of images unless the first has, so a run
     without enough memory fails at once. With `shuffle=False`, every
     epoch keeps the rows in order.
     """
@@ -171,7 +190,7 @@ class Batches:
         # Flat batches and batches by token budget are not consecutive slices of one row order.
         if theirs == own or layout.kind == "flat" or layout.batch_tokens is not None:
             return state
-        if layout.patches is not None and state["epoch"] == 0:  # its second batch is the one with the most patches
+        if layout.work and state["epoch"] == 0:  # its second batch is the one with the most work
             return state
         if -(-len(layout) // theirs) != state["batches_per_epoch"]:
             return state

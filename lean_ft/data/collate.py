@@ -15,8 +15,7 @@ import torch
 
 from lean_ft.data.arrangement import Arrangement, whole_documents
 from lean_ft.data.batch import Batch
-from lean_ft.data.columns import IMAGE_ROW, Columns, Document
-from lean_ft.data.image_batches import counts_of, images_of_batch
+from lean_ft.data.columns import Columns, Document
 from lean_ft.data.objective import PLAIN, Objective
 from lean_ft.data.rows import IGNORED
 
@@ -119,11 +118,14 @@ def collate(
         return grid.reshape(*placed.shape, *grid.shape[1:])
 
     inputs: dict[str, Any] = placed.bounds() | {"is_token": filled(placed.place[own], True, False, bool)}
-    if images := images_of_batch(columns, placed):
-        assert columns.image_rules is not None
-        inputs["images"] = images.read(columns.image_rules)
+    counted, replaced = dict[str, int](), {*objective.of_loss}
+    for kind in columns.kinds:
+        added = kind.of_batch(columns, placed)
+        inputs |= added.inputs()
+        counted |= added.counts
+        replaced |= {*kind.replaced}
     for name in columns.per_token:
-        if name not in objective.of_loss and name != IMAGE_ROW:
+        if name not in replaced:
             values = columns.values[name][placed.source[own]]
             pad, dtype = (columns.pad_id, np.int64) if name == "ids" else (0, values.dtype)
             inputs["input_ids" if name == "ids" else name] = filled(placed.place[own], values, pad, dtype)
@@ -133,13 +135,19 @@ def collate(
         "labels": filled(placed.index[is_own_label], placed.label[is_own_label], IGNORED, np.int64),
         "num_targets": len(placed.label),
         "num_tokens": num_tokens,
-    } | counts_of(images)
+        "counted": counted,
+    }
     fields |= objective.row_fields(columns, placed) | objective.token_fields(columns, placed, epoch)
     documents = None
     if arrangement.whole and columns.first is not None:
         documents = columns.first + placed.documents
-    texts = None if columns.image_rules is None else [columns[int(document)] for document in placed.documents]
+    texts = None if not columns.kinds else [columns[int(document)] for document in placed.documents]
     return objective.batch_type(**as_tensors(fields), texts=texts, documents=documents)
+
+
+def counted_in(columns: Columns, placed: Placed) -> dict[str, int]:
+    """`Batch.counted`, without building the batch."""
+    return {name: n for kind in columns.kinds for name, n in kind.of_batch(columns, placed).counts.items()}
 
 
 def batch_of(

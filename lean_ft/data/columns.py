@@ -2,7 +2,8 @@
 
 A column has one value per token, or any number of values per document. Truncation, packing and shared prompts move the
 values of a token together, and the model gets each per-token column as an argument of its forward pass, except for the
-columns that only a loss reads. So a new column touches the reader that adds it and the module that reads it.
+columns that only a loss reads. So a new column touches the reader that adds it and the module that reads it. Columns that need more,
+such as images, have a kind (`lean_ft.data.kinds`).
 
 Legend: N documents, S tokens of all documents, T tokens of one.
 """
@@ -13,14 +14,14 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lean_ft.images.rules import ImageRules
+if TYPE_CHECKING:
+    from lean_ft.data.kinds import Kind
 
 OF_LOSS = ("trained", "num_targets", "row_values")  # columns that the model does not read
-IMAGE_ROW, POSITION_SHIFT = "image_row", "position_shift"  # columns of tokens: `lean_ft.data.images`
-OF_IMAGES = "image_"  # prefix of the columns of images
 LENGTHS = ".lengths"  # suffix of the stored array with the lengths of a column
 
 
@@ -34,8 +35,8 @@ class Document:
     """Further columns, (T,) or (T, numbers) each."""
     per_document: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns with any number of values, such as a label, or the sizes of images. Truncation keeps them whole."""
-    image_rules: ImageRules | None = None
-    """How its images are read; None without columns of images."""
+    kinds: tuple[Kind, ...] = ()
+    """The kinds of its columns that have one."""
 
     @classmethod
     def of(cls, ids: Sequence[int]) -> Document:
@@ -51,19 +52,18 @@ class Document:
         return replace(self, ids=self.ids[span], trained=self.trained[span], per_token=per_token)
 
     def then(self, other: Document) -> Document:
-        """Append the tokens of `other`, a text without images, whose per-document columns are kept. Images stay those of this
-        document, and positions continue behind them."""
-        theirs = dict(other.per_token)
-        if POSITION_SHIFT in theirs and len(self):
-            theirs[POSITION_SHIFT] = np.full_like(theirs[POSITION_SHIFT], self.per_token[POSITION_SHIFT][-1])
-        per_token = {n: np.concatenate([values, theirs[n]]) for n, values in self.per_token.items()}
+        """Append the tokens of `other`, whose per-document columns are kept, except where a kind says otherwise."""
+        for kind in self.kinds:
+            other = kind.behind(self, other)
+        per_token = {n: np.concatenate([values, other.per_token[n]]) for n, values in self.per_token.items()}
         ids, trained = (np.concatenate([getattr(part, n) for part in (self, other)]) for n in ("ids", "trained"))
-        images = {name: values for name, values in self.per_document.items() if name.startswith(OF_IMAGES)}
-        return Document(ids, trained, per_token, {**other.per_document, **images}, self.image_rules)
+        return Document(ids, trained, per_token, other.per_document, self.kinds)
 
     def continued(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> Document:
         """Append tokens of text."""
-        columns = {name: np.zeros(len(ids), values.dtype) for name, values in self.per_token.items()}
+        columns = {
+            name: np.zeros((len(ids), *values.shape[1:]), values.dtype) for name, values in self.per_token.items()
+        }
         mask = np.zeros(len(ids), dtype=bool) if trained is None else np.array(trained, dtype=bool)
         return self.then(Document(np.array(ids, dtype=np.int32), mask, columns, self.per_document))
 
@@ -99,8 +99,8 @@ class Columns:
     rows: np.ndarray  # (N,) int64: the stored documents that these are
     pad_id: int = 0
     """The id on padding. Other columns are 0 there."""
-    image_rules: ImageRules | None = None
-    """How the images of the documents are read; None if they have none."""
+    kinds: tuple[Kind, ...] = ()
+    """The kinds of columns that have one."""
     first: int | None = None
     """Number of the first document in the prepared data: held-out documents follow the training documents. None for
     documents that are not prepared data."""
@@ -132,7 +132,7 @@ class Columns:
             some = [one.per_document[name].ravel() for one in documents]
             arrays[name] = np.concatenate(some)
             arrays[name + LENGTHS] = np.array([len(values) for values in some], dtype=np.int64)
-        return replace(cls.of(arrays), pad_id=pad_id, image_rules=documents[0].image_rules if documents else None)
+        return replace(cls.of(arrays), pad_id=pad_id, kinds=documents[0].kinds if documents else ())
 
     @property
     def stored(self) -> dict[str, np.ndarray]:
@@ -153,7 +153,7 @@ class Columns:
 
         per_token = {name: own(name) for name in self.per_token if name not in ("ids", "trained")}
         per_document = {name: own(name) for name in self.offsets if name != "ids"}
-        return Document(own("ids"), own("trained"), per_token, per_document, self.image_rules)
+        return Document(own("ids"), own("trained"), per_token, per_document, self.kinds)
 
     def __iter__(self) -> Iterator[Document]:
         return (self[i] for i in range(len(self)))

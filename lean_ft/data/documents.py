@@ -84,8 +84,8 @@ class Renderer:
         report = self.empty_report()
         report.rows = len(rows)
         documents, num_sides = list[Document](), len(self.config.sides)
-        for row, tokenized in self._tokenized(rows, report):
-            kept = self.reader.fit(self.reader.with_columns(row, tokenized), row.place, report)
+        for row, tokenized in self._with_columns(self._tokenized(rows, report), report):
+            kept = self.reader.fit(tokenized, row.place, report)
             values = self.reader.values(row) if kept else []
             for document, value in zip(kept, values, strict=True):
                 of_row = {"row_values": np.array([value], dtype=np.float32).ravel()}
@@ -95,6 +95,16 @@ class Renderer:
                 report.keep(sum(map(len, together)), targets, row.source)
         report.check_bad_rows(self.config.max_bad_rows)
         return documents, report
+
+    def _with_columns(
+        self, found: list[tuple[Row, list[Document]]], report: DataReport
+    ) -> Iterator[tuple[Row, list[Document]]]:
+        """Add the reader's columns. A row without them is a bad row."""
+        for row, documents in found:
+            try:
+                yield row, self.reader.with_columns(row, documents)
+            except ValueError as error:
+                self._skip_or_raise(error, report)
 
     def whole(self, rows: Sequence[Row]) -> list[tuple[Row, list[Document]]]:
         """Return each row with its sequences, ending at the last answer, without truncation.

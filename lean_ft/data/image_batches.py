@@ -5,24 +5,21 @@ Legend: K image tokens of a batch, P patches, p pixels of a patch's side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from lean_ft.data.columns import IMAGE_ROW
-from lean_ft.data.images import BLANK, num_embeddings, references_of
+from lean_ft.data.images import BLANK, IMAGE_ROW, num_embeddings, references_of
+from lean_ft.data.kinds import OfBatch
 from lean_ft.images.batch import Images
 from lean_ft.images.rules import ImageRules
 from lean_ft.system.environment import usable_cores
 
 if TYPE_CHECKING:
-    from lean_ft.data.arrangement import EpochPlan
-    from lean_ft.data.batch import Batch
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns, Document
 
@@ -30,7 +27,7 @@ Grids = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class ImagesOfBatch:
+class ImagesOfBatch(OfBatch):
     """The distinct images that tokens of a batch show, before they are read."""
 
     grids: dict[bytes, Grids]
@@ -39,15 +36,20 @@ class ImagesOfBatch:
     rows: np.ndarray  # (K,) int64: row of the tower's output that the token gets
     num_images: int
     """Number of images, with repeats."""
+    rules: ImageRules
 
-    @property
-    def num_patches(self) -> int:
-        return sum(map(_num_patches, self.grids.values()))
+    @cached_property
+    def counts(self) -> dict[str, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The number of images, with repeats, and of patches of the distinct images."""
+        return {"images": self.num_images, "patches": sum(map(_num_patches, self.grids.values()))}
 
-    def read(self, rules: ImageRules) -> Images:
+    def inputs(self) -> dict[str, Images]:
         """Decode the images. Raises ValueError for an image that is broken, or that changed since its row was prepared."""
+        if not self.num_images:
+            return {}
+        rules = self.rules
         side = rules.patch_size
-        patches = np.empty((self.num_patches, 3, side, side), dtype=np.uint8)
+        patches = np.empty((self.counts["patches"], 3, side, side), dtype=np.uint8)
         ends = np.cumsum([_num_patches(grids) for grids in self.grids.values()])
         parts = np.split(patches, ends[:-1])
 
@@ -56,23 +58,20 @@ class ImagesOfBatch:
 
         list(_threads().map(read, self.grids, parts))  # raises the first error
         flat = tuple(grid for grids in self.grids.values() for grid in grids)
-        return Images(torch.from_numpy(patches), flat, torch.from_numpy(self.places), torch.from_numpy(self.rows))
+        places, rows = torch.from_numpy(self.places), torch.from_numpy(self.rows)
+        return {"images": Images(torch.from_numpy(patches), flat, places, rows)}
 
 
-def images_of_batch(columns: Columns, placed: Placed) -> ImagesOfBatch | None:
-    """Return the images of a batch, or None if it has none. An image of a shared prompt counts once."""
-    if columns.image_rules is None or IMAGE_ROW not in columns.values:
-        return None
-    merge, of_tokens = columns.image_rules.merge, columns.values[IMAGE_ROW][placed.source]
+def images_of_batch(columns: Columns, placed: Placed, rules: ImageRules) -> ImagesOfBatch:
+    """Return the images of a batch. An image of a shared prompt counts once."""
+    of_tokens = columns.values[IMAGE_ROW][placed.source]
     tokens = np.flatnonzero(placed.is_own & (of_tokens > 0))
-    if not len(tokens):
-        return None
     firsts, grids, num_rows, num_images = dict[bytes, int](), dict[bytes, Grids](), 0, 0
-    rows = np.empty(len(tokens), dtype=np.int64)
+    shown = np.empty(len(tokens), dtype=np.int64)
     texts, begins = np.unique(placed.text[tokens], return_index=True)
-    for text, begin, end in zip(texts, begins, [*begins[1:], len(tokens)], strict=True):
+    for text, begin, end in zip(texts, begins, np.append(begins, len(tokens))[1:], strict=True):
         document = columns[int(placed.documents[text])]
-        ends = np.cumsum(lengths := num_embeddings(document.per_document, merge))
+        ends = np.cumsum(lengths := num_embeddings(document.per_document, rules.merge))
         embedding = of_tokens[tokens[begin:end]] - 1
         image = np.searchsorted(ends, embedding, side="right")
         starts, of_images = np.zeros(len(ends), dtype=np.int64), _images(document)
@@ -82,13 +81,8 @@ def images_of_batch(columns: Columns, placed: Placed) -> ImagesOfBatch | None:
                 firsts[reference], grids[reference] = num_rows, its_grids
                 num_rows += int(lengths[i])
             starts[i], num_images = firsts[reference], num_images + 1
-        rows[begin:end] = starts[image] + embedding - (ends - lengths)[image]
-    return ImagesOfBatch(grids, placed.place[tokens], rows, num_images)
-
-
-def counts_of(images: ImagesOfBatch | None) -> dict[str, int]:
-    """Fields of a batch that need no image to be read."""
-    return {} if images is None else {"num_images": images.num_images, "num_patches": images.num_patches}
+        shown[begin:end] = starts[image] + embedding - (ends - lengths)[image]
+    return ImagesOfBatch(grids, placed.place[tokens], shown, num_images, rules)
 
 
 def _images(document: Document) -> list[tuple[bytes, Grids]]:
@@ -121,22 +115,3 @@ def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules
 def _threads() -> ThreadPoolExecutor:
     """Threads that decode images."""
     return ThreadPoolExecutor(min(8, usable_cores()), "image")  # each holds a decoded image
-
-
-class BuiltAhead:
-    """Builds the batch that this rank needs next in a thread, so that images are decoded during a step."""
-
-    def __init__(self, build: Callable[[np.ndarray, int], Batch]) -> None:
-        self._build, self._thread = build, ThreadPoolExecutor(1, "batch")
-        self._next: tuple[int, int, Future[Batch]] | None = None
-        self._last, self._stride = 0, 1
-
-    def __call__(self, plan: EpochPlan, i: int, epoch: int) -> Batch:
-        """Return batch `i` of an epoch, and begin the next one."""
-        ahead, self._next = self._next, None
-        if i > self._last:  # ranks take turns
-            self._stride = i - self._last
-        self._last, following = i, i + self._stride
-        if following < len(plan):
-            self._next = epoch, following, self._thread.submit(self._build, plan[following], epoch)
-        return ahead[2].result() if ahead and ahead[:2] == (epoch, i) else self._build(plan[i], epoch)

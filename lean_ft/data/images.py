@@ -28,18 +28,21 @@ Source of the positions: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from lean_ft.data.columns import IMAGE_ROW, POSITION_SHIFT, Columns, Document
+from lean_ft.data.columns import Columns, Document
 from lean_ft.data.foreign_fields import is_given, refuse_part_keys
+from lean_ft.data.kinds import Kind, OfBatch
+from lean_ft.data.report import DataReport
 from lean_ft.data.text_files import parse_json
 from lean_ft.images.cuts import Size
 from lean_ft.images.forms import KEYS
@@ -48,7 +51,12 @@ from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.passages import Passage, with_image_texts
 
+if TYPE_CHECKING:
+    from lean_ft.data.collate import Placed
+
 IMAGE_FIELDS = ("images", "image")
+IMAGE_ROW, POSITION_SHIFT = "image_row", "position_shift"  # columns of tokens
+OF_IMAGES = "image_"  # prefix of the columns of images
 MARK = "<image>"  # the place of an image in a text
 NO_IMAGES = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
 _IMAGE_TYPES = ("image", "image_url", "input_image")
@@ -326,7 +334,7 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
         document.trained & ~np.isin(document.ids, list(rules.marks)),
         {**document.per_token, **per_token},
         {**document.per_document, **per_document},
-        rules,
+        (*document.kinds, ImageKind(rules)),
     )
 
 
@@ -352,17 +360,6 @@ def num_embeddings(columns: Mapping[str, np.ndarray], merge: int) -> np.ndarray:
     return np.diff(of_grids[np.append(0, np.cumsum(columns["image_tiles"]))])
 
 
-def num_images(columns: Columns) -> np.ndarray:
-    """(N,) images of each document."""
-    return np.diff(columns.offsets["image_tiles"])[columns.rows]
-
-
-def num_patches(columns: Columns) -> np.ndarray:
-    """(N,) patches of the images of each document."""
-    sums = np.append(0, np.cumsum(columns.values["image_grids"].reshape(-1, 2).prod(1)))
-    return np.diff(sums[columns.offsets["image_grids"] // 2])[columns.rows]
-
-
 def cuts_an_image(document: Document, kept: slice) -> bool:
     """Whether an image has tokens inside and outside of the span `kept`."""
     return any(behind_image(document, place) != place for place in (kept.start, kept.stop))
@@ -385,10 +382,10 @@ def shown_images(document: Document) -> list[tuple[int, int, bytes, Size]]:
 
 def _image_of_tokens(document: Document) -> np.ndarray:
     """(T,) number of the image that each token shows, -1 for text."""
-    if document.image_rules is None:
+    if not has_images(document):
         return np.full(len(document), -1)
     rows = document.per_token[IMAGE_ROW]
-    ends = np.cumsum(num_embeddings(document.per_document, document.image_rules.merge))
+    ends = np.cumsum(num_embeddings(document.per_document, rules_of(document).merge))
     return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
 
 
@@ -417,17 +414,73 @@ def references_of(document: Document) -> list[bytes]:
     return [references[start:end] for start, end in pairwise([0, *ends])]
 
 
-def changed_files(columns: Columns) -> str:
-    """Return a hash of the files of all images as they are now if one is missing or changed; else an empty string."""
-    from lean_ft.images.reading import path_of, reference
+def rules_of(document: Document) -> ImageRules:
+    """How the images of a document are read. It has columns of images."""
+    return next(kind.rules for kind in document.kinds if isinstance(kind, ImageKind))
 
-    digest, changed = hashlib.blake2b(digest_size=16), False
-    for document in columns:
-        for known in references_of(document):
-            if (path := path_of(known)) is not None:
-                found = b""
-                with suppress(ValueError):
-                    found = reference(path, Path())
-                digest.update(found)
-                changed |= found != known
-    return digest.hexdigest() if changed else ""
+
+@dataclass(frozen=True)
+class ImageKind(Kind):
+    """The columns of images."""
+
+    rules: ImageRules
+    replaced: ClassVar[tuple[str, ...]] = (IMAGE_ROW,)
+
+    @property
+    def never_trained(self) -> frozenset[int]:
+        """The ids that open and close an image: no image can follow a sampled one."""
+        return self.rules.marks
+
+    def behind(self, before: Document, document: Document) -> Document:
+        """A text without images: those of `before` are the images of both, and positions continue."""
+        theirs = dict(document.per_token)
+        if POSITION_SHIFT in theirs and len(before):
+            theirs[POSITION_SHIFT] = np.full_like(theirs[POSITION_SHIFT], before.per_token[POSITION_SHIFT][-1])
+        images = {name: values for name, values in before.per_document.items() if name.startswith(OF_IMAGES)}
+        return replace(document, per_token=theirs, per_document={**document.per_document, **images})
+
+    def of_batch(self, columns: Columns, placed: Placed) -> OfBatch:
+        from lean_ft.data.image_batches import images_of_batch  # loads torch
+
+        return images_of_batch(columns, placed, self.rules)
+
+    def work(self, columns: Columns) -> np.ndarray:
+        """(N,) patches of the images of each document."""
+        sums = np.append(0, np.cumsum(columns.values["image_grids"].reshape(-1, 2).prod(1)))
+        return np.diff(sums[columns.offsets["image_grids"] // 2])[columns.rows]
+
+    def fill(self, document: Document, number: int) -> Document:
+        """Images of the size that leaves the fewest tokens over, and the largest of such sizes. They are never read."""
+        rules, length = self.rules, len(document)
+        sides = [n * rules.patch_size * rules.merge for n in range(math.isqrt(length), 0, -1)]
+        layouts = [rules.layout(Size(side, side * eighths // 8)) for side in sides for eighths in range(8, 0, -1)]
+        layout = max(layouts, key=lambda one: length - length % sum(one.runs))  # 0 if it does not fit
+        count = length // sum(layout.runs)
+        ids = np.zeros_like(document.ids)
+        ids[: count * sum(layout.runs)] = 1
+        images = [RowImage(BLANK + b"%d %d" % (number, i), layout) for i in range(count)]
+        return with_columns(replace(document, ids=ids), images, rules, image_id=1)
+
+    def fingerprint(self, columns: Columns) -> str:
+        """Hash of the sizes of images: their files are no part of the source's content."""
+        arrays = [columns.lengths, *(columns.values[name] for name in ("image_grids", "image_tiles"))]
+        return hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+    def changed(self, columns: Columns) -> str:
+        from lean_ft.images.reading import path_of, reference
+
+        digest, changed = hashlib.blake2b(digest_size=16), False
+        for document in columns:
+            for known in references_of(document):
+                if (path := path_of(known)) is not None:
+                    found = b""
+                    with suppress(ValueError):
+                        found = reference(path, Path())
+                    digest.update(found)
+                    changed |= found != known
+        return digest.hexdigest() if changed else ""
+
+    def describe(self, columns: Columns, report: DataReport, sides: int) -> None:
+        numbers = np.diff(columns.offsets["image_tiles"])[columns.rows]
+        report.images = int(numbers[::sides].sum())
+        report.image_tokens = int(self.work(columns).sum()) // self.rules.merge**2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,19 +10,17 @@ from lean_ft.data.arrangement import arrange
 from lean_ft.data.batch import Batch
 from lean_ft.data.collate import collate
 from lean_ft.data.columns import Columns, Document
-from lean_ft.data.images import BLANK, RowImage, with_columns
+from lean_ft.data.kinds import Kind
 from lean_ft.data.objective import objective_of
-from lean_ft.images.cuts import Size
-from lean_ft.images.rules import ImageRules
 from lean_ft.settings import AnswerDataConfig, DataConfig
 
 MOST_TOKENS = 1 << 24  # of a planned batch, whose arrays take about 100 bytes per token
 
 
 def largest_batch(
-    config: DataConfig, batch_size: int, share_prompts: bool = False, image_rules: ImageRules | None = None
+    config: DataConfig, batch_size: int, share_prompts: bool = False, kinds: Sequence[Kind] = ()
 ) -> Batch:
-    """Return the largest batch: each document has `max_length` tokens, all trained, and with `image_rules` as many images as fit.
+    """Return the largest batch: each document has `max_length` tokens, all trained, and is full of what each of `kinds` adds, such as images.
 
     Pairs that share their prompt in a padded row have the longest completions, which alone are trained. Raises ValueError for a batch of more than
     `MOST_TOKENS`, whose arrays would not fit into memory.
@@ -40,7 +38,7 @@ def largest_batch(
             "can be planned. Lower one of them."
         )
     prompt = length - answer if shares_padded else 0  # shared tokens
-    documents = [full_document(length, image_rules, i) for i in range(number) for _ in range(sides)]
+    documents = [full_document(length, kinds, i) for i in range(number) for _ in range(sides)]
     for document in documents:
         document.trained[:prompt] = False
     columns = Columns.join(documents)
@@ -49,18 +47,9 @@ def largest_batch(
     return collate(arrangement, columns, objective_of(config), np.arange(len(arrangement)))
 
 
-def full_document(length: int, rules: ImageRules | None = None, number: int = 0) -> Document:
-    """A document of `length` trained tokens: zeros, or with `rules` images that leave the fewest tokens over, the largest of such sizes.
-
-    The images are never read. `number` tells those of different documents apart.
-    """
-    ids, trained = np.zeros(length, dtype=np.int32), np.ones(length, dtype=bool)
-    if rules is None:
-        return Document(ids, trained)
-    sides = [n * rules.patch_size * rules.merge for n in range(math.isqrt(length), 0, -1)]
-    layouts = [rules.layout(Size(side, side * eighths // 8)) for side in sides for eighths in range(8, 0, -1)]
-    layout = max(layouts, key=lambda one: length - length % sum(one.runs))  # 0 if it does not fit
-    count = length // sum(layout.runs)
-    ids[: count * sum(layout.runs)] = 1
-    images = [RowImage(BLANK + b"%d %d" % (number, i), layout) for i in range(count)]
-    return with_columns(Document(ids, trained), images, rules, image_id=1)
+def full_document(length: int, kinds: Sequence[Kind] = (), number: int = 0) -> Document:
+    """A document of `length` trained tokens, full of what each of `kinds` adds. `number` tells different documents apart."""
+    document = Document(np.zeros(length, dtype=np.int32), np.ones(length, dtype=bool))
+    for kind in kinds:
+        document = kind.fill(document, number)
+    return document

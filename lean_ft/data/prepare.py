@@ -25,7 +25,7 @@ from lean_ft.data.arrow_rows import dataset_files
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, limit_images
-from lean_ft.data.images import changed_files, num_images, num_patches
+from lean_ft.data.kinds import kinds_of
 from lean_ft.data.largest import largest_batch
 from lean_ft.data.objective import objective_of, settings_class
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
@@ -105,7 +105,7 @@ def prepare_batches(
     limit_images(tokenizer, config)
     return world().batches(
         lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
-        lambda: largest_batch(config, batch_size, share_prompts, tokenizer.image_rules),
+        lambda: largest_batch(config, batch_size, share_prompts, kinds_of(tokenizer)),
     )
 
 
@@ -153,12 +153,9 @@ def _read_batches(
     arrangement: list[int] = [share_prompts] if share_prompts else []
     if config.packing in ("bfd", "bfd_split"):
         arrangement.append(PACKING_VERSION)
-    images = []
-    if tokenizer.image_rules is not None:  # files of images are no part of the source's content
-        lengths = [whole.documents.lengths, *(whole.documents.values[name] for name in ("image_grids", "image_tiles"))]
-        images = [hashlib.blake2b(b"".join(array.tobytes() for array in lengths)).hexdigest()]
+    of_kinds = [kind.fingerprint(whole.documents) for kind in whole.documents.kinds]
     fingerprint = hash_of(
-        whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *arrangement, *images
+        whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *arrangement, *of_kinds
     )
 
     # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
@@ -166,7 +163,6 @@ def _read_batches(
     first, num_in_all, layouts = 0, sum(len(one.documents) for one in parts), list[ArrangedDocuments]()
     for one, rows_of_it in zip(parts, arrangements, strict=True):
         columns = replace(one.documents, pad_id=tokenizer.pad_id, first=first, num_in_all=num_in_all)
-        columns = replace(columns, image_rules=tokenizer.image_rules)
         layouts.append(ArrangedDocuments(replace(rows_of_it, most_in_a_row=most), columns, objective_of(config)))
         first += len(columns)
     batches = Batches(layouts[0], seed=seed, report=trained.report, fingerprint=fingerprint, shuffle=config.shuffle)
@@ -220,7 +216,7 @@ def arranged(
     share_prompts: bool,
     tokenizer: Tokenizer,
 ) -> Arrangement:
-    """Arrange the prepared documents in rows, and report the packing's efficiency, images, and texts beyond the context.
+    """Arrange the prepared documents in rows, and report the packing's efficiency, what kinds of columns count, and texts beyond the context.
 
     Packings and shared prompt lengths are cached. Raises ValueError as `check_context` does.
     """
@@ -236,12 +232,10 @@ def arranged(
             folder, key, lambda writer: writer.append(pack_documents(columns.lengths, config, shared))
         )
     arrangement = arrange(columns.lengths, config, batch_size, shared, packed)
-    if "image_grids" in columns.values:
-        assert tokenizer.image_rules is not None
-        patches = num_patches(columns)
-        arrangement = replace(arrangement, patches=patches[arrangement.documents])
-        prepared.report.images = int(num_images(columns)[:: len(config.sides)].sum())
-        prepared.report.image_tokens = int(patches.sum()) // tokenizer.image_rules.merge**2
+    for kind in columns.kinds:
+        kind.describe(columns, prepared.report, len(config.sides))
+    work = tuple(kind.work(columns)[arrangement.documents] for kind in columns.kinds)
+    arrangement = replace(arrangement, work=work)
     if packed:
         report_packing(prepared.report, arrangement, columns, config)
     check_context(arrangement, prepared.report, config, tokenizer.context_length)
@@ -295,13 +289,14 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
     Raises ValueError as `Parts` does, and for a file that changes while it is read.
     """
     content, key, digest = source_content(config, source, folder), None, None
+    kinds = kinds_of(tokenizer)
     if content is None:
         digest = hashlib.blake2b(digest_size=16)
     else:
         settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
         objective = [settings_class(config).__name__, without_hashes(settings)]
-        # Paths of images are relative to the folder of the rows.
-        folders = [] if tokenizer.image_rules is None else _folders_of(config, source)
+        # Paths in rows, such as those of images, are relative to the folder of the rows.
+        folders = _folders_of(config, source) if kinds else []
         key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective, *folders)}"
 
     def write(writer: EntryWriter) -> None:
@@ -316,9 +311,11 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
             )
 
     arrays, about = load_entry(folder, key, write)
-    if key is not None and "image_refs" in arrays and (files := changed_files(Columns.of(arrays))):
-        key = f"documents-{hash_of(key, files)}"
+    columns = replace(Columns.of(arrays), kinds=kinds)
+    if key is not None and (files := [changed for kind in kinds if (changed := kind.changed(columns))]):
+        key = f"documents-{hash_of(key, *files)}"
         arrays, about = load_entry(folder, key, write)
+        columns = replace(Columns.of(arrays), kinds=kinds)
     report = DataReport(**about["report"])
     if key is not None and report.bad_images:  # the next start looks for the image again
         forget_entry(folder, key)
@@ -326,7 +323,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, fo
     if content is None:
         assert digest is not None
         content = digest.hexdigest()
-    return Prepared(Columns.of(arrays), report, content, key)
+    return Prepared(columns, report, content, key)
 
 
 def _folders_of(config: DataConfig, source: Sources) -> list[str]:
@@ -375,6 +372,7 @@ def code_digest() -> str:
     """Hash of the code that turns rows into documents, and of its libraries' versions."""
     package = Path(__file__).parents[1]
     files = [file for part in ("data", "images", "tokenizers") for file in sorted((package / part).glob("*.py"))]
+    files.append(package / "system" / "cache.py")
     return hash_of(*(file.read_text(encoding="utf-8") for file in files), *map(version, LIBRARIES))
 
 

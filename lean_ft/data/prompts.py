@@ -27,6 +27,7 @@ from lean_ft.data.formats import (
     writes_chats,
 )
 from lean_ft.data.images import IMAGE_FIELDS, shows_images, unread_part_keys, without_images
+from lean_ft.data.kinds import kinds_of
 from lean_ft.data.objective import Objective
 from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
@@ -107,7 +108,7 @@ def prompt_rows(
     """
 
     def instead() -> tuple[Prompts, None]:
-        document = replace(Document.of([0] * config.max_prompt_length), image_rules=tokenizer.image_rules)
+        document = replace(Document.of([0] * config.max_prompt_length), kinds=kinds_of(tokenizer))
         prompt = Prompt(document.ids.tolist(), "", {}, "", document)
         return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
 
@@ -150,7 +151,7 @@ def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)
         for one in documents:
-            document = None if tokenizer.image_rules is None else replace(one, trained=np.zeros(len(one), dtype=bool))
+            document = None if not one.kinds else replace(one, trained=np.zeros(len(one), dtype=bool))
             asked, columns = reader.read(row)
             prompts.append(Prompt(one.ids.tolist(), without_images(asked), columns, row.place, document))
     if tokenizer.image_rules is not None:

@@ -406,7 +406,7 @@ def _same_frequencies(model: Decoder, length: int, other: int) -> bool:
 def padded_inputs(texts: Sequence[Document], device: torch.device) -> dict[str, Any]:
     """Arguments of the forward pass over texts, padded on the right."""
     longest = max(map(len, texts))
-    if texts[0].image_rules is None:
+    if not texts[0].kinds:
         rows = [text.ids.tolist() + [0] * (longest - len(text)) for text in texts]
         return {"input_ids": on_device(rows, device)}  # (B, T)
     batch = batch_of(texts, kind="padded", row_tokens=longest, pad_id=0).to(device)

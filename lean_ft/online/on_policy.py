@@ -65,8 +65,7 @@ class OnPolicy:
         return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
 
     def _batch(self, texts: list[tuple[Document, list[int]]]) -> Batch:
-        rules = self._tokenizer.image_rules
-        never = frozenset[int]() if rules is None else rules.marks  # no image can follow a sampled one
+        never = frozenset[int]().union(*(kind.never_trained for kind in texts[0][0].kinds))
         documents = [prompt.continued(answer, [token not in never for token in answer]) for prompt, answer in texts]
         kind = "padded" if self._data.packing == "none" else "flat"
         return batch_of(documents, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)

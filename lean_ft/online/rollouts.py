@@ -63,9 +63,8 @@ class Rounds(Generic[BatchT]):
             )
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
-        self._shares_prompts, self.image_rules = share_prompts, prompts[0].text.image_rules
-        # Tokens that open and close an image: no image can follow a sampled one.
-        self._never_trained = frozenset[int]() if self.image_rules is None else self.image_rules.marks
+        self._shares_prompts, self.kinds = share_prompts, prompts[0].text.kinds
+        self._never_trained = frozenset[int]().union(*(kind.never_trained for kind in self.kinds))
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
         self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
         if self.num_answers % generation.num_answers:
@@ -196,8 +195,8 @@ class Rounds(Generic[BatchT]):
         raise NotImplementedError
 
     def _full_prompt(self, number: int) -> Document:
-        """The longest prompt, without labels; in a run with images, full of images. `number` tells prompts apart."""
-        prompt = full_document(len(self._prompts[0].ids), self.image_rules, number)
+        """The longest prompt, full of what kinds of columns add, without labels. `number` tells prompts apart."""
+        prompt = full_document(len(self._prompts[0].ids), self.kinds, number)
         return replace(prompt, trained=np.zeros_like(prompt.trained))
 
     # Metrics -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
         if cfg.generation.engine != "own":  # on its own devices
             return
         asked = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
-        prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), image_rules=rounds.image_rules)) for ids in asked)
+        prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), kinds=rounds.kinds)) for ids in asked)
         getattr(answer, "first_turns", answer)(
             [prompt for prompt in prompts for _ in range(cfg.generation.num_answers)], 0
         )
@@ -42,7 +42,7 @@ def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[An
 def rehearse_generation(
     model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, copies: int, *, is_cpu: bool
 ) -> None:
-    """Run the cache, the prompts' pass, and the pass of the last token. Prompts with rules of images are full of images.
+    """Run the cache, the prompts' pass, and the pass of the last token. Prompts are full of what their kinds of columns add, such as images.
 
     copies: of the cache, in which case rows that wait take the second.
     """
@@ -50,7 +50,7 @@ def rehearse_generation(
     longest = max(map(len, prompts))
     caches = model.new_cache(len(prompts), capacity)
     texts = min(len({prompt.identity for prompt in prompts}), max(1, PROMPT_TOKENS // longest))
-    inputs = padded_inputs([full_document(longest, prompts[0].image_rules, i) for i in range(texts)], model.device)
+    inputs = padded_inputs([full_document(longest, prompts[0].kinds, i) for i in range(texts)], model.device)
     forward_as_written(model, cache=caches.part(0, texts), **inputs)
     caches.filled = capacity - 1
     waiting = [model.new_cache(len(prompts), capacity) for _ in range(copies - 1)]

@@ -286,8 +286,7 @@ class LargestBatches:
             batches = [largest.mapped(torch.zeros_like) for _ in range(min(own, 2))]
         trace.time.longest_document = int(largest.inputs["positions"].max()) + 1
         self._world.num_tokens = n * batches[0].num_tokens
-        images = batches[0].inputs.get("images")
-        self._world.num_patches = 0 if images is None else len(images.patches)
+        self._world.num_patches = largest.counted.get("patches", 0)
         return _Standing(batches, own, trace.time)
 
 

@@ -6,7 +6,7 @@ remains. If two processes on one machine need the same entry, one prepares it an
 prepare it, and the second to finish uses the first one's entry. Entries are immutable, so readers need no lock.
 Deleting an entry does not affect a run that has it mapped.
 
-An entry contains one file per array (raw values in native byte order), and `about.json` with dtypes and lengths.
+An entry contains one file per array (raw values in native byte order), and `about.json` with dtypes and shapes.
 Nothing is pickled. When the cache exceeds its size limit, the least recently used entries are deleted.
 
 Keys identify input files by a hash of their content. The hash of a file is stored under its device, inode, size,
@@ -20,6 +20,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -34,7 +35,7 @@ import numpy as np
 from lean_ft.system.environment import user_cache
 from lean_ft.system.whole_files import sync, write_whole
 
-FORMAT = 1  # version of the entry format; part of every key
+FORMAT = 2  # version of the entry format; part of every key
 ABOUT = "about.json"
 UNFINISHED = ".unfinished"
 SETTLED_SECONDS = 2.0  # coarsest timestamp resolution of common file systems
@@ -74,22 +75,31 @@ class EntryWriter:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._files: dict[str, tuple[BinaryIO, np.dtype]] = {}
+        self._files: dict[str, tuple[BinaryIO, np.dtype, tuple[int, ...]]] = {}
         self.about: dict[str, Any] = {}
 
     def append(self, arrays: dict[str, np.ndarray]) -> None:
-        """Append values (n,) to each named array. All parts of an array have the same dtype."""
+        """Append values (n, ...) to each named array. All parts of an array have the same dtype and the same further dimensions.
+
+        Raises ValueError if they do not.
+        """
         for name, values in arrays.items():
             if name not in self._files:
-                self._files[name] = (self.folder / name).open("wb"), values.dtype
-            file, dtype = self._files[name]
-            assert values.dtype == dtype
+                self._files[name] = (self.folder / name).open("wb"), values.dtype, values.shape[1:]
+            file, dtype, shape = self._files[name]
+            if (values.dtype, values.shape[1:]) != (dtype, shape):
+                raise ValueError(
+                    f"the column `{name}` has values of {values.dtype} {values.shape[1:]} in one row, and of {dtype} {shape} in an "
+                    "earlier one. All rows must have the same."
+                )
             file.write(np.ascontiguousarray(values).data)
 
     def finish(self) -> None:
         """Write the description last and sync everything to disk."""
-        lengths = {name: file.tell() // dtype.itemsize for name, (file, dtype) in self._files.items()}
-        arrays = {name: {"dtype": self._files[name][1].str, "length": length} for name, length in lengths.items()}
+        arrays = {
+            name: {"dtype": dtype.str, "shape": [file.tell() // (dtype.itemsize * math.prod(further) or 1), *further]}
+            for name, (file, dtype, further) in self._files.items()
+        }
         self.close()
         description = {"format": FORMAT, "byte_order": sys.byteorder, "arrays": arrays, **self.about}
         (self.folder / ABOUT).write_text(json.dumps(description, indent=2), encoding="utf-8")
@@ -97,7 +107,7 @@ class EntryWriter:
             sync(self.folder / name)
 
     def close(self) -> None:
-        for file, _ in self._files.values():
+        for file, *_ in self._files.values():
             file.close()
 
 
@@ -146,7 +156,7 @@ def read_entry(folder: Path, key: str) -> Entry | None:
     path = folder / key
     try:
         about = json.loads((path / ABOUT).read_bytes())
-        arrays = {name: _mapped(path / Path(name).name, **shape) for name, shape in about["arrays"].items()}
+        arrays = {name: _mapped(path / Path(name).name, **kind) for name, kind in about["arrays"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None  # missing, damaged or being deleted: made again
     with contextlib.suppress(OSError):  # owned by another user
@@ -216,13 +226,13 @@ def limit_size(folder: Path, max_bytes: float, keep: set[str]) -> list[str]:
     return deleted
 
 
-def _mapped(file: Path, dtype: str, length: int) -> np.ndarray:
-    if file.stat().st_size != length * np.dtype(dtype).itemsize:
+def _mapped(file: Path, dtype: str, shape: list[int]) -> np.ndarray:
+    if file.stat().st_size != math.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{file} is not as long as it was written")
-    if length == 0:
-        return np.empty(0, dtype=dtype)  # an empty file cannot be mapped
+    if not math.prod(shape):
+        return np.empty(shape, dtype=dtype)  # an empty file cannot be mapped
     # A plain view: each slice of np.memmap costs microseconds more.
-    return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(length,)))
+    return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=tuple(shape)))
 
 
 def _remove_abandoned(folder: Path) -> None:

@@ -76,13 +76,10 @@ class _Clock:
 
 
 class Metrics:
-    """Writes a run's metrics.jsonl. With `writes=False`, lines are computed but not written. With `has_images`, they also have
-    the number of images with repeats, and of patches of the distinct images of each micro-batch."""
+    """Writes a run's metrics.jsonl. With `writes=False`, lines are computed but not written."""
 
-    def __init__(
-        self, path: Path, device: torch.device, steps_per_epoch: int, *, writes: bool = True, has_images: bool = False
-    ):
-        self.path, self._writes, self._has_images = path, writes, has_images
+    def __init__(self, path: Path, device: torch.device, steps_per_epoch: int, *, writes: bool = True):
+        self.path, self._writes = path, writes
         self._device = device
         self._steps_per_epoch = steps_per_epoch
         self._clock = _Clock(device)
@@ -127,9 +124,8 @@ class Metrics:
             "rss_bytes": rss_bytes(),
             "rss_growth_bytes": self._growth_bytes(),
         }
-        if self._has_images:
-            row["images"] = sum(batch.num_images for batch in micro_batches)
-            row["patches"] = sum(batch.num_patches for batch in micro_batches)
+        for name in getattr(micro_batches[0], "counted", ()):  # a recipe's own batches may count nothing
+            row[name] = sum(batch.counted[name] for batch in micro_batches)
         if skipped:
             row["skipped"] = True
         values = {**values, **self._take_further({*row, *values})}

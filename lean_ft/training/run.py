@@ -103,10 +103,7 @@ class Run:
         self._logged = False  # whether the current step has called log()
         self._missing = False, False  # whether the start's step lacks its evaluation, and its tasks
         writes, vocab_size = ranks.rank == 0, model.config.vocab_size if isinstance(model, Decoder) else None
-        has_images = getattr(model, "vision", None) is not None
-        self._metrics = Metrics(
-            self.directory / METRICS_FILE, self.device, length.steps_per_epoch, writes=writes, has_images=has_images
-        )
+        self._metrics = Metrics(self.directory / METRICS_FILE, self.device, length.steps_per_epoch, writes=writes)
         self._results = Results()
         self._bad_steps = BadSteps(self.directory, tokenizer, cfg.max_bad_steps, vocab_size, writes=writes)
         self._checkpoints = Checkpoints(

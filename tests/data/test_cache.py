@@ -1,6 +1,7 @@
 """On-disk cache: entries are complete or absent, reused, invalidated by source changes, and limited in size."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -48,6 +49,18 @@ class TestEntries:
         with pytest.raises(ValueError, match="read-only"):
             arrays["numbers"][0] = 1
         assert (tmp_path / "a" / "numbers").read_bytes() == np.arange(10, dtype=np.int32).tobytes()
+
+    def test_values_of_several_numbers_keep_their_shape_and_parts_must_agree(self, tmp_path: Path):
+        values = np.arange(24, dtype=np.int16).reshape(6, 2, 2)
+        with write_entry(tmp_path, "a") as writer:
+            writer.append({"pairs": values[:1], "none": np.empty((0, 3))})
+            writer.append({"pairs": values[1:]})
+            with pytest.raises(ValueError, match="the column `pairs` has values of int16 .2,. in one row"):
+                writer.append({"pairs": values[0]})
+        entry = read_entry(tmp_path, "a")
+        assert entry is not None
+        assert np.array_equal(entry[0]["pairs"], values)
+        assert entry[0]["none"].shape == (0, 3)
 
     def test_what_a_killed_run_left_is_no_entry_and_removed_later(self, tmp_path: Path):
         program = (
@@ -245,9 +258,9 @@ class TestPrepared:
         for entry in (tmp_path / "c").glob("*-*"):
             about = json.loads((entry / "about.json").read_bytes())
             assert names(entry) == sorted([*about["arrays"], "about.json"])
-            for name, shape in about["arrays"].items():
-                assert (entry / name).stat().st_size == shape["length"] * np.dtype(shape["dtype"]).itemsize
-                assert np.dtype(shape["dtype"]).kind in "iubf"
+            for name, array in about["arrays"].items():
+                assert (entry / name).stat().st_size == math.prod(array["shape"]) * np.dtype(array["dtype"]).itemsize
+                assert np.dtype(array["dtype"]).kind in "iubf"
 
     def test_a_folder_deleted_under_a_run_takes_nothing_from_it(
         self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lean_ft.data import Batch, preference_batches, sft_batches, unpaired_batches
 from lean_ft.data.columns import Columns, Document, identity
+from lean_ft.data.sft import SFTReader
 from lean_ft.frozen.teacher_cache import keep_teacher
 from lean_ft.models import Decoder, load_model
 from lean_ft.quantize.held_out_loss import mean_loss
@@ -48,7 +49,10 @@ def tones(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr("lean_ft.data.documents.FEW_ROWS", 2)
     seen, forward = list[Tensor](), Decoder.forward
 
-    def heard(self: Decoder, input_ids: Tensor, *args: Any, tone: Tensor, is_token: Tensor, **more: Any) -> Any:
+    def heard(
+        self: Decoder, input_ids: Tensor, *args: Any, tone: Tensor, pair: Tensor, is_token: Tensor, **more: Any
+    ) -> Any:
+        assert torch.equal(pair[is_token], torch.stack([tone, input_ids], 2)[is_token])
         assert torch.equal((tone - 1)[is_token] % IDS, input_ids[is_token])
         assert not tone[~is_token].any()
         seen.append(tone)
@@ -118,6 +122,24 @@ def test_each_value_stands_beside_its_token(
         everything = {place for part in (batches, held_out) for place in _places(part.layout.columns)}
         assert set(places) == everything
         assert len(places) == len(everything)
+
+
+@pytest.mark.parametrize("on_bad_row", ["skip", "raise"])
+def test_a_row_without_its_column_is_a_bad_row(monkeypatch: Any, write: Any, tmp_path: Path, on_bad_row: str) -> None:
+    class Refusing(SFTReader):
+        def with_columns(self, row: Any, documents: Any) -> Any:
+            if row.fields["completion"].startswith("3c"):
+                raise ValueError(f"{row.place}: no tone")
+            return documents
+
+    monkeypatch.setattr(type(import_module("lean_ft.data.sft").OBJECTIVE), "reader", Refusing)
+    config = SFTDataConfig(source=write(ROWS), cache_dir=tmp_path, chat=False, num_processes=1, on_bad_row=on_bad_row)
+    if on_bad_row == "raise":
+        with pytest.raises(ValueError, match="row 4: no tone|line 4: no tone"):
+            sft_batches(config, load_tokenizer("tiny"), 3, 0)
+    else:
+        report = sft_batches(config, load_tokenizer("tiny"), 3, 0)[0].report
+        assert (report.kept, report.bad_rows) == (len(ROWS) - 1, 1)
 
 
 def _places(columns: Columns) -> list[int]:

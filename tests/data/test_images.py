@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from lean_ft.cli.main import app
 from lean_ft.data import Batch, Batches, largest_batch, preference_batches, prompt_rows, sft_batches, unpaired_batches
 from lean_ft.data.documents import renderer_of
-from lean_ft.data.images import has_images
+from lean_ft.data.images import ImageKind, has_images
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
 from lean_ft.images.pixels import Upright
@@ -553,7 +553,7 @@ def shown(family: Family, batch: Batch) -> list[Shown]:
     assert rules is not None
     inputs, colors = batch.inputs, [""] * batch.input_ids.numel()
     if (images := inputs.get("images")) is not None:
-        assert sum(rows * columns for rows, columns in images.grids) == len(images.patches) == batch.num_patches
+        assert sum(rows * columns for rows, columns in images.grids) == len(images.patches) == batch.counted["patches"]
         of_rows = digests(images.patches.numpy(), rules.merge)
         for place, row in zip(images.places.tolist(), images.rows.tolist(), strict=True):
             colors[place] = of_rows[row]
@@ -630,7 +630,7 @@ def test_batches_show_each_document_the_images_of_its_row(family: Family, number
             numbers = batch.documents.tolist()
             assert shown(family, batch) == [flat[number] for number in numbers]
             used = {name for number in numbers for name in contents[number // sides][0]}
-            assert (batch.num_patches > 0) == bool(used)
+            assert (batch.counted["patches"] > 0) == bool(used)
             assert len(batch.inputs["images"].grids if used else ()) == sum(tiles[name] for name in used)  # read once
             seen += numbers
             if kind is UnpairedDataConfig:
@@ -695,7 +695,7 @@ def test_the_largest_batch_has_as_many_patches_as_fit(family: Family, kind: Any)
     assert rules is not None
     long = 600 if family.name == "smolvlm" else 50
     for share in {False, kind is PreferenceDataConfig}:
-        batch = largest_batch(kind(source="x", max_length=long), 3, share, rules)
+        batch = largest_batch(kind(source="x", max_length=long), 3, share, [ImageKind(rules)])
         images = batch.inputs["images"]
         least = 3 * long * rules.merge**2 * 2 // 3
         assert (
@@ -709,7 +709,7 @@ def test_the_largest_batch_has_as_many_patches_as_fit(family: Family, kind: Any)
         assert len(images.places.unique()) == len(images.places) == len(images.rows)
         assert ("position_shift" in batch.inputs) == rules.shifts_positions
         assert (
-            "images" not in largest_batch(kind(source="x", max_length=2), 3, share, rules).inputs
+            "images" not in largest_batch(kind(source="x", max_length=2), 3, share, [ImageKind(rules)]).inputs
             or family.name != "gemma3"
         )
 

@@ -1,4 +1,5 @@
-"""Readers that add columns: `tone`, a number per token that names the token's row, side, place and id, and `marks`.
+"""Readers that add columns: `tone`, a number per token that names the token's row, side, place and id; `pair`, the tone and the id; and
+`marks`.
 
 Worker processes import this file, so it does not import torch.
 """
@@ -23,7 +24,11 @@ class AddsTone:
             places = (2 * number + side) * PLACES + np.arange(len(document))
             tone = (places * IDS + document.ids + 1).astype(np.int32)
             marks = {"marks": np.arange(number % 4) + number}
-            found.append(replace(document, per_token={"tone": tone}, per_document=marks))
+            found.append(
+                replace(
+                    document, per_token={"tone": tone, "pair": np.stack([tone, document.ids], 1)}, per_document=marks
+                )
+            )
         return found
 
 

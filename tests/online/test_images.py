@@ -58,7 +58,7 @@ def test_the_trainer_computes_the_log_probabilities_of_the_sampler(given, shares
     rollouts.sample(answer, lambda asked, _: Scores([float(i) for i in range(8)], [[]] * 8, [""] * 8))
     rollouts.begin()
     (batch,) = rollouts.take()
-    assert batch.num_images == (4 if shares else 8)
+    assert batch.counted["images"] == (4 if shares else 8)
     now = TokenLogProbs(model, cfg)(model, batch)
     torch.testing.assert_close(now.log_probs[batch.counts], batch.sampled[batch.counts], rtol=0, atol=1e-4)
 

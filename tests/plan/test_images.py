@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from lean_ft.cli.main import app
 from lean_ft.data import largest_batch
+from lean_ft.data.images import ImageKind
 from lean_ft.images.reading import Size
 from lean_ft.images.rules import image_rules
 from lean_ft.models import load_model
@@ -24,7 +25,9 @@ def test_no_images_of_one_size_fill_a_row_with_notably_more_patches(model):
     folder = find_preset(f"{model}/images").parent
     for max_tokens, length in ((None, 4096), (None, 2000), (None, 1400), (1000, 3000)):
         rules = image_rules(folder, max_tokens)
-        images = largest_batch(SFTDataConfig(source="unread", max_length=length), 2, image_rules=rules).inputs["images"]
+        images = largest_batch(SFTDataConfig(source="unread", max_length=length), 2, kinds=[ImageKind(rules)]).inputs[
+            "images"
+        ]
         planned = len(images.patches) // 2
         assert planned <= length * rules.merge**2
         assert len(images.places) == 2 * planned // rules.merge**2 and int(images.places[-1]) < 2 * length

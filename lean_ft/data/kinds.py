@@ -1,0 +1,74 @@
+"""Kinds of columns: what the columns of a capability do beyond standing beside their tokens.
+
+A column of tokens needs no kind: truncation, packing and batches move its values with the tokens. A kind is for columns that must
+not be cut anywhere, whose values depend on what stands before them, or that become other arguments of the forward pass, as
+images do (`lean_ft.data.images`). Documents and `Columns` carry their kinds, and code that handles them asks each kind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lean_ft.data.collate import Placed
+    from lean_ft.data.columns import Columns, Document
+    from lean_ft.data.report import DataReport
+    from lean_ft.tokenizers import Tokenizer
+
+
+class OfBatch:
+    """What a kind adds to one batch."""
+
+    counts: dict[str, int]
+    """Numbers for metrics, which need no input to be built. A batch without such values has zeros."""
+
+    def inputs(self) -> dict[str, Any]:
+        """Build the arguments of the forward pass. May take long: the next batch is built during a step."""
+        raise NotImplementedError
+
+
+class Kind:
+    """Behavior of some columns. Kinds are equal if they behave alike, and can be pickled."""
+
+    replaced: ClassVar[tuple[str, ...]] = ()
+    """Columns of tokens that the model gets only as `OfBatch.inputs`."""
+
+    @property
+    def never_trained(self) -> frozenset[int]:
+        """Ids that a policy may sample and that are never trained."""
+        return frozenset()
+
+    def behind(self, before: Document, document: Document) -> Document:
+        """Return `document` as it is behind the tokens of `before`."""
+        return document
+
+    def of_batch(self, columns: Columns, placed: Placed) -> OfBatch:
+        raise NotImplementedError
+
+    def work(self, columns: Columns) -> np.ndarray:
+        """(N,) work that each document needs beside its tokens: the second batch of a run has the most."""
+        raise NotImplementedError
+
+    def fill(self, document: Document, number: int) -> Document:
+        """Return a document of the same length, full of what this kind adds, for plans. `number` tells documents apart."""
+        raise NotImplementedError
+
+    def fingerprint(self, columns: Columns) -> str:
+        """Hash of what the content of the source's files does not decide."""
+        raise NotImplementedError
+
+    def changed(self, columns: Columns) -> str:
+        """Hash of files that the columns refer to, as they are now, if one changed; else an empty string."""
+        return ""
+
+    def describe(self, columns: Columns, report: DataReport, sides: int) -> None:
+        """Add counts to the report; `sides`: documents per row of data."""
+
+
+def kinds_of(tokenizer: Tokenizer) -> tuple[Kind, ...]:
+    """The kinds of columns of documents that this tokenizer makes."""
+    from lean_ft.data.images import ImageKind
+
+    return () if tokenizer.image_rules is None else (ImageKind(tokenizer.image_rules),)
