@@ -15,7 +15,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 # Tests start hundreds of processes. Without bytecode, each would compile lean_ft again, and pytest would rewrite every test
-# file. A folder of their own would not do: Python would then look there for the packages' bytecode too, and compile torch.
+# file. It stays beside the sources: with
+# PYTHONPYCACHEPREFIX, Python would ignore the bytecode of installed packages too, and compile torch again.
 if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

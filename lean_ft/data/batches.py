@@ -86,9 +86,8 @@ class UnbuiltBatch:
 class Batches:
     """Endless training batches. The order of an epoch depends on the seed and the epoch number.
 
-    The first batch of a run is the largest, and the next one has the most patches of images unless the first has, so a run
-    without enough memory fails at once. With `shuffle=False`, every
-    epoch keeps the rows in order.
+    The first batch of a run is the largest, and the next one has the most of other work, such as patches of images, unless
+    the first has. So a run without enough memory fails at once. With `shuffle=False`, every epoch keeps the rows in order.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Kinds of columns: what the columns of a capability do beyond standing beside their tokens.
 
-A column of tokens needs no kind: truncation, packing and batches move its values with the tokens. A kind is for columns that must
-not be cut anywhere, whose values depend on what stands before them, or that become other arguments of the forward pass, as
-images do (`lean_ft.data.images`). Documents and `Columns` carry their kinds, and code that handles them asks each kind.
+A column of tokens needs no kind: truncation, packing and batches move its values with the tokens. A kind is for columns whose
+values depend on what stands before them, or that become other arguments of the forward pass, as those of images do
+(`lean_ft.data.images`). Documents and `Columns` carry their kinds, and the code that handles them asks each kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The largest batch that settings allow, for plans. It is built as every batch is, from documents that are as long as possible."""
+"""The largest batch that settings allow, for plans: documents that are as long as possible, collated like every batch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ MOST_TOKENS = 1 << 24  # of a planned batch, whose arrays take about 100 bytes p
 def largest_batch(
     config: DataConfig, batch_size: int, share_prompts: bool = False, kinds: Sequence[Kind] = ()
 ) -> Batch:
-    """Return the largest batch: each document has `max_length` tokens, all trained, and is full of what each of `kinds` adds, such as images.
+    """Return the largest batch: each document has `max_length` tokens, all trained, and is full of what each of `kinds` adds.
 
-    Pairs that share their prompt in a padded row have the longest completions, which alone are trained. Raises ValueError for a batch of more than
-    `MOST_TOKENS`, whose arrays would not fit into memory.
+    Pairs that share their prompt have the longest completions, which alone are trained. Where rows are packed, they are full
+    with or without a shared prompt. Raises ValueError for a batch of more than `MOST_TOKENS`, whose arrays would not fit into
+    memory.
     """
     sides, length = len(config.sides), config.max_length
     limit = config.max_completion_length if isinstance(config, AnswerDataConfig) else None
     answer = length if limit is None else min(length, limit)
-    shares_padded = share_prompts and config.packing == "none"
-    taken = length + answer if shares_padded else length * sides  # positions of a row of data
+    shares = share_prompts and not config.packs_rows
+    taken = length + answer if shares else length * sides  # positions of a row of data
     number = batch_size if config.batch_tokens is None else config.batch_tokens // taken
     if number * taken > MOST_TOKENS:
         size = f"batch_size={batch_size}" if config.batch_tokens is None else f"data.batch_tokens={config.batch_tokens}"
@@ -37,7 +38,7 @@ def largest_batch(
             f"a batch has up to {number * taken:,} tokens ({size}, data.max_length={length}), and at most {MOST_TOKENS:,} "
             "can be planned. Lower one of them."
         )
-    prompt = length - answer if shares_padded else 0  # shared tokens
+    prompt = length - answer if shares else 0  # shared tokens
     documents = [full_document(length, kinds, i) for i in range(number) for _ in range(sides)]
     for document in documents:
         document.trained[:prompt] = False

@@ -216,7 +216,8 @@ def arranged(
     share_prompts: bool,
     tokenizer: Tokenizer,
 ) -> Arrangement:
-    """Arrange the prepared documents in rows, and report the packing's efficiency, what kinds of columns count, and texts beyond the context.
+    """Arrange the prepared documents in rows. Report the packing's efficiency, what kinds of columns count, and texts beyond
+    the context.
 
     Packings and shared prompt lengths are cached. Raises ValueError as `check_context` does.
     """

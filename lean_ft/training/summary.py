@@ -11,7 +11,7 @@ from torch import nn
 
 from lean_ft.losses import loss_chunk_tokens
 from lean_ft.models import Decoder
-from lean_ft.models.attention.kernels import IN_BLOCKS, describe_kernels
+from lean_ft.models.attention.kernels import any_in_blocks, describe_kernels
 from lean_ft.models.config_json import dropouts
 from lean_ft.models.drafting import drafting_remark
 from lean_ft.models.frozen_weight import num_parameters, quantized_weights
@@ -50,10 +50,9 @@ def log_start(run: "Run") -> None:
     if run.device.type == "cuda" and isinstance(run.model, Decoder):
         dtype = getattr(torch, cfg.needed(ModelConfig).dtype)
         capability = torch.cuda.get_device_capability(run.device)
-        kernels = describe_kernels(run.model.config, dtype, capability)
-        say("attention", kernels)
-        if IN_BLOCKS in kernels and (note := _cost_of_one_row(cfg.group(DataConfig), cfg.batch_size)):
-            say("WARNING", note)
+        say("attention", describe_kernels(run.model.config, dtype, capability))
+        if any_in_blocks(run.model.config, dtype, capability):
+            _warn_of_one_row(cfg.group(DataConfig), cfg.batch_size)
     say("data", str(run.batches.report))
     if (optimizer := cfg.group(OptimizerConfig)) is not None:
         _log_optimizer(run, optimizer)
@@ -77,14 +76,14 @@ def log_start(run: "Run") -> None:
         say("adjusted", note)
 
 
-def _cost_of_one_row(data: DataConfig | None, batch_size: int) -> str:
-    """What attention in blocks, which multiplies each token with all earlier ones of its row, costs where a batch is one row."""
-    if data is None or data.packing != "padding_free" or batch_size == 1:
-        return ""
-    return (
-        f"attention in blocks goes over whole rows, and data.packing=padding_free makes the {batch_size} documents of a batch one row: "
-        f"attention takes up to {batch_size} times as long. Set data.packing=bfd or none."
-    )
+def _warn_of_one_row(data: DataConfig | None, batch_size: int) -> None:
+    """Warn of rows that are longer than they need be: attention in blocks computes each token with all earlier ones of its row."""
+    if data is not None and data.packing == "padding_free" and batch_size > 1:
+        say(
+            "WARNING",
+            f"data.packing=padding_free makes one row of the {batch_size} documents of a batch, and attention without a kernel goes "
+            f"over whole rows, so it takes up to {batch_size} times as long. Set data.packing=bfd or none.",
+        )
 
 
 def _describe_ranks(run: "Run") -> str:

@@ -359,6 +359,18 @@ def test_rows_that_are_all_full_make_the_largest_batch(kind: Any, settings: dict
     assert planned.inputs.keys() == largest.inputs.keys()
 
 
+@pytest.mark.parametrize("packing", ["none", "padding_free"])
+def test_the_largest_pairs_share_the_prompt_that_their_completions_leave(packing: Any, write, plain_tokenizer):
+    row = {"prompt": "p" * 41, "chosen": "c" * 22, "rejected": "r" * 22}  # with an end token, 64 tokens
+    config = PreferenceDataConfig(source=write([row] * 9), max_length=64, max_completion_length=23, packing=packing)
+    batches, _ = preference_batches(config, plain_tokenizer, BATCH_SIZE, 0, share_prompts=True)
+    largest, planned = batches.take(1)[0], largest_batch(config, BATCH_SIZE, share_prompts=True)
+    assert planned.input_ids.shape == largest.input_ids.shape
+    for name in ("positions", "cu_seqlens", "prefixes"):
+        assert torch.equal(planned.inputs[name], largest.inputs[name]), name
+    assert planned.num_targets == largest.num_targets
+
+
 @pytest.mark.first(8)
 @pytest.mark.parametrize(
     "settings",

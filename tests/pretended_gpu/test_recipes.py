@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_preset, find_recipe, load_recipe
@@ -121,6 +122,16 @@ def test_losses_and_norms_are_the_cpus(case: str, tmp_path: Path, monkeypatch: p
 def test_bfloat16_is_refused_before_ampere(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Tesla T4 has 7.5 .* Set model.dtype=float16"):
         run(*FULL, tmp_path, "device=cuda model.dtype=bfloat16 max_steps=1")
+
+
+@pytest.mark.cards("T4", "H100")
+@pytest.mark.parametrize("packing", ["padding_free", "bfd"])
+def test_one_row_without_a_kernel_is_warned_of(
+    packing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(*FULL, tmp_path, f"device=cuda model.dtype=float16 max_steps=1 data.packing={packing}")
+    warns = "padding_free makes one row of the 4 documents of a batch" in capsys.readouterr().out
+    assert warns == (packing == "padding_free" and torch.cuda.get_device_capability() < (8, 0))
 
 
 def run(recipe_name: str, preset: str, output_dir: Path, settings: str) -> list[dict]:

@@ -100,7 +100,10 @@ def choose_kernel(
     return "eager", f"{'sinks' if is_for_flash else reason}{missing}"
 
 
-IN_BLOCKS = "blocks of eager operations"
+def any_in_blocks(config: DecoderConfig, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether a layer has no kernel in training: its attention goes over whole rows in blocks, whatever documents they hold."""
+    layers = [i for i, layer in enumerate(config.layers) if layer.has_attention]
+    return any(_kernel_of(config, i, dtype, capability)[0] == "eager" for i in layers)
 
 
 def describe_kernels(config: DecoderConfig, dtype: torch.dtype, capability: tuple[int, int]) -> str:
@@ -114,18 +117,29 @@ def describe_kernels(config: DecoderConfig, dtype: torch.dtype, capability: tupl
     return "; ".join(f"{kind} in {counted(found.count(kind), 'layers')}" for kind in kinds)
 
 
-def _describe(config: DecoderConfig, layer: int, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+def _has_sinks(config: DecoderConfig, layer: int) -> bool:
+    return config.attention_sinks and config.layers[layer].has_sinks
+
+
+def _kernel_of(
+    config: DecoderConfig, layer: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> tuple[Kernel, str]:
     latent, head_dim = config.latent, config.head_dim_of(layer)
     if latent is not None:
         head_dim = max(latent.plain_dim + head_dim, latent.value_dim)
-    sinks = config.attention_sinks and config.layers[layer].has_sinks
-    is_plain = config.attention_softcap is None
-    kernel, reason = choose_kernel(head_dim, dtype, capability, is_plain=is_plain, sinks=sinks)
+    is_plain, sinks = config.attention_softcap is None, _has_sinks(config, layer)
+    return choose_kernel(head_dim, dtype, capability, is_plain=is_plain, sinks=sinks)
+
+
+def _describe(config: DecoderConfig, layer: int, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+    kernel, reason = _kernel_of(config, layer, dtype, capability)
     if kernel == "flash":
         version = (_active() or "FA2").removeprefix("FA")
-        return f"flash kernel (FlashAttention {version}){', sinks joined afterwards' if sinks else ''}"
-    reason = "soft cap" if not is_plain and reason.startswith("a soft cap") else reason
-    return f"own Triton kernel: {reason}" if kernel == "own" else f"{IN_BLOCKS} (slow): {reason}"
+        return (
+            f"flash kernel (FlashAttention {version}){', sinks joined afterwards' if _has_sinks(config, layer) else ''}"
+        )
+    reason = "soft cap" if config.attention_softcap is not None and reason.startswith("a soft cap") else reason
+    return f"own Triton kernel: {reason}" if kernel == "own" else f"blocks of eager operations (slow): {reason}"
 
 
 def _active() -> str | None:

@@ -7,7 +7,7 @@ import torch
 
 from lean_ft import load_model
 from lean_ft.models.attention import kernels
-from lean_ft.models.attention.kernels import describe_kernels, use_attention
+from lean_ft.models.attention.kernels import any_in_blocks, describe_kernels, use_attention
 
 AMPERE, TURING = (8, 0), (7, 5)
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -38,6 +38,7 @@ def test_a_layer_has_the_fastest_kernel_that_computes_it(
     monkeypatch.setattr(kernels, "_choice", choice)
     config = replace(load_model("tiny").config, **facts)
     assert describe_kernels(config, dtype, capability).endswith(expected)
+    assert any_in_blocks(config, dtype, capability) == ("slow)" in expected)
 
 
 def test_flash_attention_4_leaves_wide_heads_to_the_own_kernels(monkeypatch):
