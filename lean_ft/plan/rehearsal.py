@@ -70,11 +70,7 @@ def rehearse(
         raise
     except Exception as error:
         _raise_with_line(recipe, error)
-        if not isinstance(error, RuntimeError) or "overflow" not in str(error):
-            raise
-        raise ValueError(
-            "a tensor of this step has more elements than 64 bits can count. Lower data.max_length or batch_size."
-        ) from None
+        raise
     finally:
         torch.compiler.reset()
     return Rehearsal(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data import Batches
+from lean_ft.data import Batch, Batches
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.losses import IGNORED_LABEL
 from lean_ft.plan.devices import CPU, Machines, find_device
 from lean_ft.plan.memory import FREED
 from lean_ft.plan.ranks import watched_sharding
@@ -83,14 +84,12 @@ def planned(folder: Path, machines: Machines, *overrides: str, device: Any = CPU
 
 
 def traced(folder: Path) -> dict[str, int]:
-    """Peaks of real runs on one of their ranks, with batches as planned: every token is a target.
+    """Peaks of real runs on one of their ranks, with batches as planned: all but the last position of a row have a target.
 
     Bytes are counted like those of a host pool or a GPU, without memory that a CPU's heap retains after loading.
     """
     take = Batches.take
-    Batches.take = lambda self, n: [  # type: ignore[method-assign]
-        replace(batch.built, labels=batch.input_ids, num_targets=batch.num_tokens) for batch in take(self, n)
-    ]
+    Batches.take = lambda self, n: [with_all_targets(batch.built) for batch in take(self, n)]  # type: ignore[method-assign]
     found = {}
     for name, overrides in TRACED.items():
         recipe, cfg = configured(folder, "memory.host_pool=false", *overrides)
@@ -99,6 +98,12 @@ def traced(folder: Path) -> dict[str, int]:
             recipe.main(cfg.model_copy(update={"output_dir": folder / name}))
         found[name] = without_freed(trace.memory.peak)
     return found
+
+
+def with_all_targets(batch: Batch) -> Batch:
+    labels = batch.input_ids.clone()
+    labels[:, -1] = IGNORED_LABEL
+    return replace(batch, labels=labels, num_targets=int((labels != IGNORED_LABEL).sum()))
 
 
 def without_freed(peak: Peak) -> int:

@@ -149,7 +149,7 @@ def test_a_cache_of_64_tokens_keeps_most_of_the_divergence_in_half_a_kilobyte(tr
     live, recalled = train(*LIVE, "max_steps=1"), train(*kept, "max_steps=1", output="kept_run")
     assert 0.6 * live[0]["divergence"] < recalled[0]["divergence"] < live[0]["divergence"]
     about = json.loads((tmp_path / "kept" / "about.json").read_text())
-    num_targets = about["arrays"]["ids"]["length"] // 64
+    num_targets = about["arrays"]["ids"]["shape"][0] // 64
     size = sum((tmp_path / "kept" / name).stat().st_size for name in ("ids", "log_probs"))
     assert size == num_targets * (64 * 8 + 4)
 
