@@ -257,6 +257,8 @@ class PreferencePairs(Objective):
     reader = PairReader
     batch_type = PairBatch
     unit = "pairs"
+    recipe = "dpo"
+    marks = (("chosen", "rejected"),)
     worse = ("rejected",)
     shares_prompts = True
 

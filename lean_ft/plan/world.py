@@ -25,20 +25,16 @@ from lean_ft.plan.time import Time, short_name
 from lean_ft.plan.trace import Trace
 from lean_ft.settings import (
     AnswersConfig,
-    ClassificationDataConfig,
-    ClassificationLossConfig,
-    DistillConfig,
     OnlineConfig,
     ParallelConfig,
     RecipeConfig,
     ReferenceConfig,
     ReferencedLossConfig,
-    ScheduleConfig,
+    Settings,
 )
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
 from lean_ft.system.shards import ALONE, Ranks, local
-from lean_ft.system.user_functions import is_function_path
 from lean_ft.system.world import Filling, World
 from lean_ft.torch_private import FakeTensorMode, functorch_config, without_modes
 from lean_ft.training import Run
@@ -53,23 +49,10 @@ class StepTaken(BaseException):
 
 def without_contents(cfg: RecipeConfig) -> RecipeConfig:
     """Settings for a step of the same shape that needs no rows, no drawn numbers and no user's schedule."""
-    updates = {name: group.model_copy(update=update) for name, group in cfg if (update := _update(cfg, group))}
-    return cfg.model_copy(update=updates)
-
-
-def _update(cfg: RecipeConfig, group: Any) -> dict[str, Any]:
-    match group:
-        case ClassificationDataConfig():
-            return {"labels": group.labels or ["0", "1"], "multi_label": group.multi_label is True}
-        case ClassificationLossConfig():
-            return {"class_weights": None}
-        case DistillConfig():
-            return {"on_policy": 0.0}
-        case ScheduleConfig() if is_function_path(group.name):
-            return {"name": "constant"}
-        case ReferenceConfig() if isinstance(cfg, AnswersConfig) and cfg.group(ReferencedLossConfig) is not None:
-            return {"kind": "none"} if choose_kind(cfg)[0] == "cached" else {}
-    return {}
+    groups = {name: group.without_contents() for name, group in cfg if isinstance(group, Settings)}
+    if isinstance(cfg, AnswersConfig) and cfg.group(ReferencedLossConfig) and choose_kind(cfg)[0] == "cached":
+        groups["reference"] = cfg.needed(ReferenceConfig).model_copy(update={"kind": "none"})
+    return cfg.model_copy(update=groups)
 
 
 class PlannedWorld(World):

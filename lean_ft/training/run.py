@@ -350,7 +350,7 @@ class Run:
         self._results.note(row)
         self.length.eval_losses[self._step] = row["eval_loss"]
         when = f"after step {self._step}" if self._step else "before training"
-        say("evaluation", f"{when}: {describe_evaluation(row)}")
+        say("evaluation", f"{when}: {describe_evaluation(self.cfg, row)}")
 
     def log_samples(self, rows: list[dict[str, Any]]) -> None:
         """Show a few of the model's completions to the loggers. All rows have the same fields."""
