@@ -58,7 +58,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 </html>
 """
 
-THUMBNAIL = "\ufdd2"  # around the base64 text of a small image; rich writes texts alone
+THUMBNAIL = "\ufdd2"  # around the base64 text of a small picture; rich writes texts alone
 DataOrRecipe = Annotated[
     str | None,
     typer.Argument(
@@ -112,9 +112,10 @@ def stats(
     lengths = statistics.quantiles(found.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
     console.print(Text(f"tokens per row, at most: {quantiles}\n"))
-    if len(found.image_tokens):
-        typical, high, most = statistics.quantiles(found.image_tokens, [0.5, 0.99, 1.0])
-        console.print(Text(f"tokens per image, at most: 50% {typical:,}, 99% {high:,}, 100% {most:,}\n"))
+    for unit, tokens in found.of_kinds.items():
+        if len(tokens):
+            typical, high, most = statistics.quantiles(tokens, [0.5, 0.99, 1.0])
+            console.print(Text(f"tokens per {unit}, at most: 50% {typical:,}, 99% {high:,}, 100% {most:,}\n"))
     if prompts_only:
         too_long = int((found.lengths > cfg.data.max_length).sum())
         console.print(Text(f"{too_long:,} longer than max_prompt_length={cfg.data.max_length}, which a run drops"))
@@ -307,10 +308,8 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
             for stretch in stretches:
                 style = MASKED if not trained else REJECTED if document.is_rejected else TRAINED
                 text.append(visible(stretch.text), style=style + CONTROL if stretch.control else style)
-                if stretch.image is not None and console.record:
-                    from lean_ft.images.reading import thumbnail  # here, since texts do not need Pillow
-
-                    text.append(f"{THUMBNAIL}{base64.b64encode(thumbnail(stretch.image)).decode()}{THUMBNAIL}")
+                if stretch.picture is not None and console.record:
+                    text.append(f"{THUMBNAIL}{base64.b64encode(stretch.picture()).decode()}{THUMBNAIL}")
             text.append(closing)
         console.print(text, soft_wrap=True)
         for name, value in document.columns.items():
