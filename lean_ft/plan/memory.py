@@ -205,6 +205,10 @@ class Memory:
         self._pinned[storage_key(storage)] = storage.nbytes()
         self.pinned_bytes = max(self.pinned_bytes, sum(self._pinned.values()))
 
+    def enter(self, label: str, where: str) -> None:
+        """Set the label of new storages that have no other, and how far the step is."""
+        self.label, self.where = label, where
+
     @contextlib.contextmanager
     def on_stream(self, name: str) -> Iterator[None]:
         """Context manager in which memory is allocated for the named stream."""
