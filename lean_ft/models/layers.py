@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.config import DecoderConfig
+from lean_ft.system.costs import register_cost
 from lean_ft.system.world import device_type, one_kernel
 from lean_ft.torch_private import graph_is_kept
 
@@ -316,6 +317,9 @@ def overwrite_factors(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -
     layer's width at once instead of three.
     """
     _compiled_overwrite(activation)(*(tensor.flatten(0, -2) for tensor in (grad, gate, up)))
+
+
+register_cost(torch.ops.lean_ft.overwrite_factors)
 
 
 @cache

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
-from lean_ft.plan.kernels import Launched, SlowPath, on_gpu
+from lean_ft.plan.kernels import on_gpu
 from lean_ft.plan.labels import LOSS
 from lean_ft.plan.memory import Memory, num_bytes
 from lean_ft.plan.result import Launches
 from lean_ft.plan.time import Spent, Time
 from lean_ft.plan.traffic import sent_by
+from lean_ft.system.costs import Launched, SlowPath
 from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar, tree_iter
 
 _READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
