@@ -1,7 +1,7 @@
 """What a run calls as it proceeds, so that other parts of the library can follow it.
 
-`lean_ft.training.Run` tells its profiler and its progress bar. `Run`, `Optimizer` and `Rounds` also tell the observer of
-`world()`, which does nothing in a run and measures the step in a plan.
+`lean_ft.training.Run` tells its profiler and its progress bar. `Run`, `Optimizer` and `Rounds` also tell the observer of their
+world (`lean_ft.system.world`), which does nothing in a run and measures the step in a plan.
 """
 
 from collections.abc import Callable, Sequence
