@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import Any, Generic, TypeVar
 
@@ -38,6 +39,7 @@ from lean_ft.online.sampler import Sampler
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.system.world import world
 
 BatchT = TypeVar("BatchT", bound=Batch)
 
@@ -85,6 +87,7 @@ class Rounds(Generic[BatchT]):
         self._told = set[str]()  # reasons why a round trained nothing
         self._sampling_seconds: float | None = None  # of the round, until it is logged
         self._ahead: Callable[[], list[Sample]] | None = None  # waits for the first completions of the next round
+        self._observer = world().observer
 
     @property
     def answers_in_a_row(self) -> int:
@@ -111,6 +114,9 @@ class Rounds(Generic[BatchT]):
         All sampled tokens of a completion are trained, except those around images, or none: without a reward, or if cut with
         `loss.mask_truncated`.
         """
+        self._observer.sample(self, self._cfg, answer, partial(self._fill, answer, score))
+
+    def _fill(self, answer: Callable[[list[Prompt], int], list[Sample]], score: Rewards) -> None:
         started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
         self._answers, even = [], list[Completion]()
@@ -166,7 +172,8 @@ class Rounds(Generic[BatchT]):
 
     def begin(self) -> None:
         """Compute the advantages. Then `take` returns batches."""
-        self._work_out()
+        if self._answers:  # a plan has none
+            self._work_out()
         self._step = 0
         self._round += 1
 
@@ -175,7 +182,7 @@ class Rounds(Generic[BatchT]):
         number = self._cfg.gradient_accumulation_steps
         first = self._step % self._cfg.generation.steps_per_round * number
         self._step += 1
-        return self._batches(first, first + number)
+        return self._observer.round_batches(partial(self._batches, first, first + number), self.largest, number)
 
     # Overridden by subclasses --------------------------------------------------------------------
 
@@ -277,7 +284,9 @@ class Rollouts(Rounds[PolicyBatch]):
         beforehand."""
         if not self.looks_back:
             return []
-        return self._batches(0, self.num_answers // self._cfg.batch_size)
+        # All are alike, and a plan counts one of them.
+        make = partial(self._batches, 0, self.num_answers // self._cfg.batch_size)
+        return self._observer.round_batches(make, self.largest, 1)
 
     def remember(
         self, batch: PolicyBatch, now: AnswerTokens, reference: Tensor | None, values: Tensor | None = None
@@ -287,6 +296,8 @@ class Rollouts(Rounds[PolicyBatch]):
         reference (G, A): the reference's log-probabilities, if the divergence is part of the reward; values (G, A): the
         value model's predictions, with a value model.
         """
+        if not self._answers:  # in a plan, whose batches are of no round
+            return
         told = {"old": now.log_probs.tolist(), "entropies": now.entropies.tolist()}
         told |= {} if reference is None else {"divergences": (now.log_probs - reference).tolist()}
         told |= {} if values is None else {"values": values.tolist()}
