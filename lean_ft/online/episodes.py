@@ -159,19 +159,21 @@ class Player:
             )
         return Document.of(episode.asked)
 
-    def play(self) -> Generator[Work | None, Any, None]:
+    def play(self) -> Generator[Work | None, Completion | TurnOutcome, None]:
         """The course of the episode. It yields None and is sent the completion when a turn has ended; then it yields the work on what
         follows the turn and is sent its TurnOutcome. It returns after a turn that nothing follows."""
         episode, discount = self.episode, self._shared.cfg.generation.turn_discount
         outcome, start, num_rewards = TurnOutcome([]), 0, 0
         while outcome.given is not None:
-            completion: Completion = yield None  # without a next turn, the given tokens did not fit
+            completion = yield None  # without a next turn, the given tokens did not fit
+            assert isinstance(completion, Completion)
             start += len(outcome.given)
             episode.messages += outcome.messages
             ids, start = completion.ids[start:], len(completion.ids)
             if (work := self._work(completion, ids)) is None:
                 return
-            outcome: TurnOutcome = yield work
+            outcome = yield work
+            assert isinstance(outcome, TurnOutcome)
             episode.is_cut, episode.errors = outcome.is_cut, episode.errors + outcome.errors
             if outcome.reward is not None:
                 episode.reward = (episode.reward or 0) + discount**num_rewards * outcome.reward

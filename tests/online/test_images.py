@@ -78,7 +78,7 @@ def test_a_sampled_token_that_opens_or_closes_an_image_is_not_trained(given, rec
     if recipe == "ppo":
         for i, ids in enumerate(said):
             told = [0.5] * len(ids)
-            rollouts._known[i] = {"old": told, "entropies": told, "divergences": told, "values": told}
+            rollouts._token_values[i] = {"old": told, "entropies": told, "divergences": told, "values": told}
     rollouts.begin()
     (batch,) = rollouts.take()
     # A pair needs two completions with trained tokens, and the first prompt has one.
