@@ -22,9 +22,10 @@ from lean_ft.export.places import (
     room_for,
     settings_of_run,
 )
-from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.models import Decoder, load_model, save_model, stored_labels
 from lean_ft.models.drafting import drafting_remark
-from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.load_options import torch_dtype
 from lean_ft.models.source import Source
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
@@ -93,9 +94,8 @@ def export_folder(
                 save_view(temporary, tokenizer, settings_of_run(folder))
         del model
         gc.collect()
-        difference = _compare(
-            expected, _logits(load_model(temporary, dtype=wanted, may_score=True, images=images)), wanted
-        )
+        saved = load_model(temporary, dtype=wanted, scores=stored_labels(temporary), images=images)
+        difference = _compare(expected, _logits(saved), wanted)
     num_files = len(list(destination.glob("*.safetensors")))
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     parts = [
@@ -150,7 +150,8 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
         base = read_training_state(folder)["settings"].get("model.path")
     if base is None:
         raise ValueError(f"{folder} does not name the model that it was taken from: give its folder with --base.")
-    source = load_model(base, "meta", may_score=True).source
+    whole = resolve_model_path(base)
+    source = load_model(whole, "meta", scores=stored_labels(whole)).source
     if not source.part_of:
         raise ValueError(
             f"{source.folder} is not a model that reads images (its model_type is {source.config.get('model_type')!r}): leave "

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -39,7 +38,7 @@ from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
 from lean_ft.system.shards import ALONE, Ranks, local
 from lean_ft.system.user_functions import is_function_path
-from lean_ft.system.world import Filling, World
+from lean_ft.system.world import World
 from lean_ft.torch_private import FakeTensorMode, functorch_config, without_modes
 from lean_ft.training import Run
 from lean_ft.training.process import refuse_on_many
@@ -70,6 +69,10 @@ def _update(cfg: RecipeConfig, group: Any) -> dict[str, Any]:
         case ReferenceConfig() if isinstance(cfg, AnswersConfig) and cfg.group(ReferencedLossConfig) is not None:
             return {"kind": "none"} if choose_kind(cfg)[0] == "cached" else {}
     return {}
+
+
+def _zero(name: str, tensor: Tensor) -> None:
+    local(tensor).zero_()  # a CPU allocates memory when it is written
 
 
 class PlannedWorld(World):
@@ -124,12 +127,9 @@ class PlannedWorld(World):
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
         return cast(T, (LargestBatches(self, largest), None))
 
-    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:
-        model = build(planned_model_path(path))
-        if fill is not None:
-            fill(model, lambda name, tensor: local(tensor).zero_())  # a CPU allocates memory when it is written
-            self._follow_model(cast(Decoder, model))
-        return model
+    def fill(self, model: Decoder, weights: Callable[[], T], fill: Callable[[T], None]) -> None:
+        fill(cast(T, _zero))
+        self._follow_model(model)
 
     def _follow_model(self, model: Decoder) -> None:
         """Count what the model's forward pass allocates as activations."""
