@@ -2,7 +2,7 @@
 
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.config_json import REWARD_LABELS, decoder_config
+from lean_ft.models.config_json import REWARD_LABELS, decoder_config, label_fields
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.few_rows import FewRows, pack_in_place
 from lean_ft.models.hf_format import empty_model, load_model, read_weights
@@ -27,6 +27,7 @@ __all__ = [
     "build_decoder",
     "decoder_config",
     "empty_model",
+    "label_fields",
     "load_model",
     "pack_in_place",
     "parts_on_disk",

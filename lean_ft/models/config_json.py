@@ -228,7 +228,7 @@ def score_config(config: dict[str, Any], where: str, labels: Labels) -> dict[str
     return config if labels is REWARD_LABELS else {**config, **labels}
 
 
-def label_fields(names: Sequence[str], is_multi: bool) -> dict[str, Any]:
+def label_fields(names: Sequence[str], is_multi: bool) -> Labels:
     """The fields of a classifier's config.json about labels; is_multi: a text has any number of them."""
     return {
         "id2label": {str(i): name for i, name in enumerate(names)},

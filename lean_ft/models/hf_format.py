@@ -99,11 +99,11 @@ def load_model(
         stored_tensors(folder)  # raises unless the file has the model's weights
     model = build(spec)
 
-    def weights() -> Fill:
+    def open_weights() -> Fill:
         use_float32_products()
         return random_weights(model) if wanted.random_init else _stored_weights(model)
 
-    world().fill(model, weights, lambda weights: _fill(model, device, weights, wanted))
+    world().fill(model, open_weights, lambda fill: _fill(model, device, fill, wanted))
     return model
 
 
@@ -122,15 +122,15 @@ def _find_folder(path: str | Path, weights: bool) -> Path:
     return world().read(lambda: resolve_model_path(path, weights=weights), lambda: planned_model_path(path))
 
 
-def _fill(model: Decoder, device: str | torch.device, weights: Fill, options: LoadOptions) -> None:
+def _fill(model: Decoder, device: str | torch.device, fill: Fill, options: LoadOptions) -> None:
     """Quantize and fill a model on the meta device. For the device `meta`, it is filled by `read_weights`."""
     if options.quantize is not None:
         for name in [name for name, _ in model.named_modules()]:
             options.quantize(model, name)
     if torch.device(device).type == "meta":
-        model.source.unread = Unread(weights)
+        model.source.unread = Unread(fill)
     else:
-        fill_model(model, device, weights, options.memory)
+        fill_model(model, device, fill, options.memory)
 
 
 @torch.no_grad()

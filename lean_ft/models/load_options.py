@@ -9,7 +9,6 @@ import torch
 
 from lean_ft.models.config_json import Labels
 from lean_ft.models.decoder import Decoder
-from lean_ft.models.stored_weights import DTYPES
 from lean_ft.settings import ImagesMode, MemoryConfig, ModelConfig, spelled_out
 from lean_ft.system.user_functions import OWN_FAMILIES, use_family
 from lean_ft.tokenizers import load_tokenizer
@@ -70,19 +69,20 @@ def load_options(model: str | Path | ModelConfig, keywords: LoadKeywords) -> tup
         model = model.path
     scores = keywords.get("scores")
     if not isinstance(scores, Mapping | None):
-        labels = "REWARD_LABELS for a reward model, label_fields(...) for a classifier (lean_ft.models.config_json)"
-        raise ValueError(f"scores is {scores}; expected labels: {labels}, or None for a model that gives text.")
+        raise ValueError(
+            f"scores is {scores!r}; expected labels from lean_ft.models: REWARD_LABELS for a reward model, label_fields(...) for "
+            "a classifier, stored_labels(folder) for either as it is, or None for a model that gives text."
+        )
     options: dict[str, object] = {**keywords, "dtype": torch_dtype(keywords.get("dtype", torch.float32))}
     return model, LoadOptions(**options)  # pyright: ignore[reportArgumentType]
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype of weights from a torch.dtype or a name: `bfloat16`, `torch.bfloat16` or `bf16`."""
-    name = spelled_out(dtype)
-    found = next((known for known in DTYPES if str(known) == f"torch.{name}"), None)
-    if found is None:
+    name = str(spelled_out(dtype))
+    if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype}; expected float32, bfloat16 or float16 (a torch.dtype or its name).")
-    return found
+    return getattr(torch, name)
 
 
 def new_token_ids(cfg: ModelConfig) -> Sequence[int]:

@@ -127,7 +127,7 @@ class PlannedWorld(World):
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
         return cast(T, (LargestBatches(self, largest), None))
 
-    def fill(self, model: Decoder, weights: Callable[[], T], fill: Callable[[T], None]) -> None:
+    def fill(self, model: Decoder, open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
         fill(cast(T, _zero))
         self._follow_model(model)
 

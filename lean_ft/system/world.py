@@ -40,10 +40,10 @@ class World:
         """Return training and held-out batches. In a plan, each batch is made by `largest`."""
         return read()
 
-    def fill(self, model: Any, weights: Callable[[], T], fill: Callable[[T], None]) -> None:
-        """Fill a model on the meta device. `weights` opens its weights, and returns a function that sets one parameter by its name,
-        which `fill` gets. A plan opens no weights."""
-        fill(weights())
+    def fill(self, model: Any, open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
+        """Fill a model on the meta device. `open_weights` returns a function that sets one parameter by its name, which `fill`
+        gets. A plan opens no weights."""
+        fill(open_weights())
 
     def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         """Return the `rows` to sample together in a cache of `capacity` tokens: none in a plan, which has done it then.

@@ -144,6 +144,11 @@ def test_without_bitsandbytes_the_setting_is_refused(monkeypatch):
         quantize_as_loaded("nf4")
 
 
+def test_only_values_of_the_setting_are_kinds():
+    with pytest.raises(ValueError, match="expected one of auto, none, nf4, as_stored, float8"):
+        quantize_as_loaded(NF4)  # type: ignore
+
+
 GROWTH = """
 import sys, torch, bitsandbytes.functional
 from lean_ft.models import load_model
