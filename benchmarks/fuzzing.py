@@ -721,7 +721,7 @@ def _images(folder: Path) -> dict[str, Target]:
         "preprocessor_config.json": Target(6, settings, [as_json(one) for one in families.values()], break_json, read_settings),
         "config.json of images": Target(4, config, [as_json(one) for one in configs], break_json, lambda: prepare(config.parent)),
         "config.json with a vision tower": Target(4, whole, [whole.read_bytes()], break_json,
-                                                  lambda: empty_model(whole.parent, torch.float32, images=True)),
+                                                  lambda: empty_model(whole.parent, images="frozen")),
     }  # fmt: skip
 
 
@@ -848,8 +848,8 @@ def _quantized(folder: Path) -> dict[str, Target]:
         (inputs / "config.json").write_bytes(config)
 
         def read(inputs: Path = inputs) -> None:
-            for after_module in (None, quantize_as_loaded(LoRAConfig())):
-                load_model(inputs, after_module=after_module)
+            for quantize in (None, quantize_as_loaded("auto")):
+                load_model(inputs, quantize=quantize)
 
         weights = inputs / "model.safetensors"
         found[f"{method} weights"] = Target(6, weights, [weights.read_bytes()], break_safetensors, read)
@@ -881,7 +881,7 @@ def _adapters(folder: Path) -> dict[str, Target]:
 
     def load_scores() -> None:
         found = labels_of(folder / "scores")
-        load_adapter(load_model(inputs, random_init=True, scores=found or False), folder / "scores")
+        load_adapter(load_model(inputs, random_init=True, scores=found), folder / "scores")
 
     return {
         "adapter_config.json": Target(12, config, [config.read_bytes(), as_json(seed)], break_json, load),

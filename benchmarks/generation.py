@@ -80,7 +80,7 @@ def contestants(
     import transformers
 
     torch.manual_seed(0)
-    ours = load_model(folder, device, torch.bfloat16, random_init=True)
+    ours = load_model(folder, device, dtype=torch.bfloat16, random_init=True)
     save_model(ours, folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     vocab_size, new = ours.config.vocab_size, tokens["new"]

@@ -40,7 +40,7 @@ from lean_ft.generation import Sampling, sample
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.losses import CrossEntropy
 from lean_ft.memory import apply_memory
-from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.models import Decoder, load_model, save_model, stored_labels
 from lean_ft.models.config_json import gives_scores
 from lean_ft.models.device import resolve_device
 from lean_ft.models.frozen_weight import quantized_weights
@@ -172,7 +172,8 @@ class Check:
         if "quantization_config" in self.hf_config:
             raise ValueError("the folder's weights are quantized, and are saved in full")
         stored = {name_in_language_model(name) or name: tensor for name, tensor in stored_tensors(self.folder).items()}
-        model = load_model(self.folder, dtype=stored_dtype(self.folder), may_score=True)
+        dtype, labels = stored_dtype(self.folder), stored_labels(self.folder)
+        model = load_model(self.folder, dtype=dtype, scores=labels)
         if model.source.stacks:
             raise ValueError(
                 "the folder stacks the weights of all experts, and each expert's are saved as their own tensors"
@@ -207,7 +208,7 @@ class Check:
 
     @torch.no_grad()
     def _scores(self) -> Iterator[Row]:
-        model = load_model(self.folder, self.device, may_score=True)
+        model = load_model(self.folder, self.device, scores=stored_labels(self.folder))
         ours = self._logits(model, self.ids)[-1]
         _change_by_rounding(model)
         noise = _distances({"": self._logits(model, self.ids)[-1]}, {"": ours})

@@ -20,7 +20,7 @@ from lean_ft.frozen.scoring import set_padding_apart
 from lean_ft.losses import TokenStatistics, output_scores
 from lean_ft.losses.classification import Predictions, classification_losses
 from lean_ft.memory import apply_memory
-from lean_ft.models.config_json import label_fields
+from lean_ft.models import label_fields
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios

@@ -17,6 +17,7 @@ from lean_ft.data import PairBatch, preference_batches
 from lean_ft.frozen.scoring import set_padding_apart
 from lean_ft.losses import TokenStatistics, add_scores, reward_loss, scores_of
 from lean_ft.memory import apply_memory
+from lean_ft.models import REWARD_LABELS
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
@@ -59,7 +60,7 @@ def main(cfg: Config) -> None:
         cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=share_prompts
     )
     # A language model's output layer is replaced by zeros, so every score starts at 0.
-    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores=True, memory=cfg.memory)
+    model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores=REWARD_LABELS, memory=cfg.memory)
     set_padding_apart(model, tokenizer, batches, held_out)
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them

@@ -108,9 +108,7 @@ def check(
 
 def _readable_model(model: str) -> Path:
     """Find a model's folder. Raises ValueError for a model that lean_ft does not read, without importing transformers."""
-    import torch
-
-    from lean_ft.models import empty_model, load_model
+    from lean_ft.models import empty_model, load_model, stored_labels
     from lean_ft.peft import is_adapter
     from lean_ft.peft.finished_models import find_finished
     from lean_ft.quantize import is_quantized
@@ -119,9 +117,9 @@ def _readable_model(model: str) -> Path:
     if is_adapter(folder):
         raise ValueError(f"{model} is an adapter. Check the merged model: leanft export {quote(model)} DEST --merge")
     if is_quantized(folder):
-        empty_model(folder, torch.float32, is_quantized=True)
+        empty_model(folder, is_quantized=True)
     else:
-        load_model(folder, "meta", may_score=True)
+        load_model(folder, "meta", scores=stored_labels(folder))
     return folder
 
 

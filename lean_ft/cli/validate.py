@@ -146,12 +146,9 @@ def _rehearse(recipe: ModuleType, cfg: BaseModel, model: ModelConfig) -> list[st
     from lean_ft.plan.rehearsal import rehearse
 
     if not isinstance(cfg, RecipeConfig) or not is_shipped(recipe):
-        import torch
-
         from lean_ft.models import empty_model
-        from lean_ft.models.hf_format import new_token_ids
 
-        empty_model(model.path, torch.float32, new_ids=new_token_ids(model), images=model.images != "none")
+        empty_model(model)
         return []
     num_ranks = 1
     if (parallel := cfg.group(ParallelConfig)) is not None:  # the fewest ranks that these settings allow

@@ -20,7 +20,7 @@ from lean_ft.export.places import (
     settings_of_run,
 )
 from lean_ft.models.drafting import lost_drafting
-from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.load_options import torch_dtype
 from lean_ft.models.saving import write_configs
 from lean_ft.models.source import tensors_on_disk
 from lean_ft.peft.finished_models import find_finished

@@ -22,9 +22,10 @@ from lean_ft.export.places import (
     room_for,
     settings_of_run,
 )
-from lean_ft.models import Decoder, load_model, save_model
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.models import Decoder, load_model, save_model, stored_labels
 from lean_ft.models.drafting import drafting_remark
-from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.load_options import torch_dtype
 from lean_ft.models.source import Source
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
@@ -94,15 +95,12 @@ def export_folder(
                 save_view(temporary, tokenizer, settings_of_run(folder))
         del model
         gc.collect()
-        difference = _compare(
-            expected, _logits(load_model(temporary, dtype=wanted, may_score=True, images=images)), wanted
-        )
+        saved = load_model(temporary, dtype=wanted, scores=stored_labels(temporary), images=images)
+        difference = _compare(expected, _logits(saved), wanted)
     kept = f"{num_kept} unchanged tensors of {whole}" if keep_vision else ""
-    details = (
-        f"{_contents(destination, num_parameters, wanted, tokenizer)}{', '.join(['', *filter(None, (kept, drafting))])}"
-    )
-    details += f".\nRead back: its logits equal the source's (largest difference {difference:g})."
-    return Exported(folder, destination, details, merged)
+    parts = _contents(destination, num_parameters, wanted, tokenizer), kept, drafting
+    read_back = f"Read back: its logits equal the source's (largest difference {difference:g})."
+    return Exported(folder, destination, f"{', '.join(filter(None, parts))}.\n{read_back}", merged)
 
 
 def _contents(folder: Path, num_parameters: int, dtype: torch.dtype, tokenizer: Tokenizer | None) -> str:
@@ -158,7 +156,8 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
         base = read_training_state(folder)["settings"].get("model.path")
     if base is None:
         raise ValueError(f"{folder} does not name the model that it was taken from: give its folder with --base.")
-    source = load_model(base, "meta", may_score=True).source
+    whole = resolve_model_path(base)
+    source = load_model(whole, "meta", scores=stored_labels(whole)).source
     if not source.part_of:
         raise ValueError(
             f"{source.folder} is not a model that reads images (its model_type is {source.config.get('model_type')!r}): leave "

@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 from shlex import quote
 
-import torch
 from torch import Tensor
 
 from lean_ft.export.ollama import modelfile
@@ -35,10 +34,9 @@ from lean_ft.gguf.quantize import FORMATS, Mix, check_importance, num_bytes, rea
 from lean_ft.gguf.splitting import APPROXIMATED
 from lean_ft.gguf.wholes import remark_about_images
 from lean_ft.gguf.write import GGUF_KINDS, gguf_family, model_metadata, write_gguf
-from lean_ft.models import Decoder, load_model
+from lean_ft.models import Decoder, empty_model, load_model
 from lean_ft.models.config_json import kind_of_scores
 from lean_ft.models.drafting import lost_drafting
-from lean_ft.models.hf_format import empty_model
 from lean_ft.models.moe import Experts
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_base, find_finished
@@ -153,7 +151,7 @@ def export_gguf_adapter(
     stored = read_adapter(folder)
     _check_is_lora(stored)
     model_name = base or find_base(folder)
-    model = empty_model(model_name, torch.float32)
+    model = empty_model(model_name)
     if len(stored.tensors) > 2 * len(stored.shapes):  # PEFT copies the weight of an adapted embedding, to be compared
         model = load_model(model_name)
     family, adapter = gguf_family(model, Path(str(model_name))), fit_adapter(model, folder)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.images.rules import image_rules
-from lean_ft.models import Decoder, load_model
+from lean_ft.models import Decoder, load_model, stored_labels
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
@@ -21,6 +21,7 @@ from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from lean_ft.settings import ImagesMode
 from lean_ft.system.redaction import on_one_line
 from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE
 from lean_ft.system.units import gibibytes
@@ -54,7 +55,7 @@ def read_source(
     merge: bool,
     base: str | Path | None = None,
     dtype: torch.dtype | None = None,
-    images: Literal["none", "frozen", "train"] = "none",
+    images: ImagesMode = "none",
 ) -> tuple[Decoder, Tokenizer | None, MergeReport | None]:
     """Read the model in `folder`, or with `merge` the model `base` (default: the adapter's) with the folder's adapter.
 
@@ -79,7 +80,7 @@ def read_source(
         if model.config.num_scores and tokenizer is not None:  # transformers finds the end of a text by it
             model.source.config["pad_token_id"] = tokenizer.pad_id
     else:
-        model, merged = load_model(folder, dtype=dtype, may_score=True, images=images), None
+        model, merged = load_model(folder, dtype=dtype, scores=stored_labels(folder), images=images), None
     check_own_families()
     _check_finite(model, folder)
     return model, tokenizer, merged
@@ -101,7 +102,7 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def images_of_run(folder: Path) -> Literal["none", "frozen", "train"]:
+def images_of_run(folder: Path) -> ImagesMode:
     """`model.images` of the run that wrote a checkpoint; none for other folders."""
     images = settings_of_run(folder).get("model.images", "none")
     return images if images in ("frozen", "train") else "none"

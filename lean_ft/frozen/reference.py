@@ -40,12 +40,11 @@ from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs
 from lean_ft.models import Decoder
 from lean_ft.models.families import own_row
-from lean_ft.peft import adapter_off, base_modules, has_adapter
+from lean_ft.peft import adapter_off, base_modules, has_adapter, quantize_as_loaded
 from lean_ft.settings import (
     AnswerDataConfig,
     AnswersConfig,
     GenerationConfig,
-    ParallelConfig,
     PreferenceLossConfig,
     ReferencedLossConfig,
 )
@@ -116,16 +115,8 @@ def _of_second_model(
     cfg: AnswersConfig, kind: str, device: torch.device, log_probs: Callable[..., Any], ranks: Ranks
 ) -> Callable[[Any], Tensor]:
     link = open_link(device, "reference.kind=streamed", "reference.kind=model") if kind == "streamed" else None
-    frozen = load_frozen(
-        cfg.model,
-        device,
-        nf4=kind == "nf4",
-        link=link,
-        memory=cfg.memory,
-        compile=cfg.compile,
-        parallel=cfg.group(ParallelConfig),
-        ranks=ranks,
-    )
+    quantize = quantize_as_loaded("nf4" if kind == "nf4" else "none")
+    frozen = load_frozen(cfg.model, device, cfg, ranks, link, quantize=quantize)
 
     @torch.no_grad()
     def ask(batch: Any) -> Tensor:

@@ -17,7 +17,7 @@ from lean_ft.generation.texts import reads_images
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.own_families import check_own_families
-from lean_ft.models.stored_weights import stored_dtype
+from lean_ft.models.stored_weights import stored_dtype, stored_labels
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.system.world import world
@@ -42,9 +42,10 @@ def open_reward_model(
     where = resolve_device(device)
     kept = stored_dtype(folder) if dtype is None else getattr(torch, dtype)
     check_dtype(str(kept).removeprefix("torch."), where)
-    scores, new_ids = (False, []) if adapter == folder else (labels_of(adapter) or False, ids_of_rows(adapter))
+    labels, new_ids = (None, []) if adapter == folder else (labels_of(adapter), ids_of_rows(adapter))
+    labels = stored_labels(folder) if labels is None else labels
     tower = "frozen" if reads_images(folder) else "none"
-    model = load_model(folder, where, kept, scores=scores, new_ids=new_ids, may_score=True, images=tower)
+    model = load_model(folder, where, dtype=kept, scores=labels, new_ids=new_ids, images=tower)
     check_own_families()
 
     def add_adapter() -> bool:

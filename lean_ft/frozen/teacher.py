@@ -13,7 +13,8 @@ from lean_ft.data import Batch, Batches, EvalBatches
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.frozen.teacher_cache import TeacherCache, read_about, tokens_of
 from lean_ft.losses import Teacher, TeacherStates, TopLogProbs
-from lean_ft.settings import DataConfig, DistillConfig, MemoryConfig, ModelConfig, ParallelConfig, RecipeConfig
+from lean_ft.peft import quantize_as_loaded
+from lean_ft.settings import DataConfig, DistillConfig, ModelConfig, RecipeConfig
 from lean_ft.system.host_link import open_link
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
@@ -48,21 +49,11 @@ def load_teacher(
         return _cached(distill, cache, device)
     assert distill.teacher is not None
     kept_as = distill.teacher_dtype or cfg.needed(ModelConfig).dtype
-    nf4 = kept_as == "nf4"
     setting = "distill.teacher_streamed"
     link = open_link(device, f"{setting}=true", f"{setting}=false") if distill.teacher_streamed else None
-    frozen = load_frozen(
-        distill.teacher,
-        device,
-        getattr(torch, "bfloat16" if nf4 else kept_as),
-        images=cfg.needed(ModelConfig).images,
-        nf4=nf4,
-        link=link,
-        memory=cfg.needed(MemoryConfig),
-        compile=cfg.compile,
-        parallel=cfg.group(ParallelConfig),
-        ranks=ranks,
-    )
+    dtype, kind = ("bfloat16", "nf4") if kept_as == "nf4" else (kept_as, "none")
+    images, quantize = cfg.needed(ModelConfig).images, quantize_as_loaded(kind)
+    frozen = load_frozen(distill.teacher, device, cfg, ranks, link, dtype=dtype, images=images, quantize=quantize)
     num_bytes = sum(tensor.nbytes for tensor in (*frozen.parameters(), *frozen.buffers()))
     layers = "" if link is None else ", and its layers in the host's memory"
     say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} in addition to the student{layers}")

@@ -24,10 +24,13 @@ import torch
 from lean_ft.data import Batch, EvalBatches, sft_batches
 from lean_ft.data.columns import Columns
 from lean_ft.data.prepare import NOT_IN_FINGERPRINT
-from lean_ft.frozen.frozen_model import load_frozen
+from lean_ft.frozen.frozen_model import for_forward
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
+from lean_ft.memory import apply_memory
+from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.own_families import check_own_families
+from lean_ft.peft import quantize_as_loaded
 from lean_ft.settings import DataConfig, KeepTeacherConfig
 from lean_ft.system.cache import ABOUT, read_entry, write_entry
 from lean_ft.system.config_fields import MAX_COUNT
@@ -63,15 +66,7 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
     check_dtype(cfg.model.dtype, device)
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     trained, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=0)
-    model = load_frozen(
-        cfg.model.path,
-        device,
-        getattr(torch, cfg.model.dtype),
-        images=cfg.model.images,
-        nf4=cfg.nf4,
-        memory=cfg.memory,
-        compile=cfg.compile,
-    )
+    model = _load_teacher(cfg, device)
     check_own_families()
     chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
     weight = model.output_weight[: tokenizer.vocab_size]  # without padding, which a student may lack
@@ -117,6 +112,13 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
         }
     size = sum(file.stat().st_size for file in cfg.destination.iterdir())
     say("saved", f"{cfg.destination}: {cfg.top_k} tokens for each of {num_targets:,} targets, {size / 2**20:,.1f} MiB")
+
+
+def _load_teacher(cfg: KeepTeacherConfig, device: torch.device) -> Decoder:
+    quantize = quantize_as_loaded("nf4" if cfg.nf4 else "none")
+    model = load_model(cfg.model.path, device, dtype=cfg.model.dtype, images=cfg.model.images, quantize=quantize)
+    apply_memory(model.requires_grad_(False).eval(), for_forward(cfg.memory), compile=cfg.compile)
+    return model
 
 
 def tokens_of(tokenizer: Tokenizer) -> list[str]:

@@ -22,7 +22,7 @@ from lean_ft.generation.stopping import stop_ids
 from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
-from lean_ft.models.hf_format import torch_dtype
+from lean_ft.models.load_options import torch_dtype
 from lean_ft.models.own_families import check_own_families
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.vision.config import VISION_FAMILIES
@@ -90,7 +90,8 @@ def open_model(
         model = load_quantized(folder, dtype)
     else:
         tower = _tower_of(folder) if images == "auto" else images
-        model = load_model(folder, where, dtype, random_init, new_ids=ids_of_rows(*adapters), images=tower)
+        new_ids = ids_of_rows(*adapters)
+        model = load_model(folder, where, dtype=dtype, random_init=random_init, new_ids=new_ids, images=tower)
     check_own_families(family)
     if adapters:
         load_adapter(model, *adapters)

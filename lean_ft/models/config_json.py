@@ -197,12 +197,13 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
 
 
 OF_SCORES = "ForSequenceClassification"  # ends the names of transformers' classes
-OF_REWARD: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+Labels = Mapping[str, Any]
+"""The fields of config.json about the labels of a reward model or classifier: id2label, label2id and others."""
+REWARD_LABELS: Labels = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+"""The labels of a new reward model. An existing one keeps the names that it has."""
 
 
-def score_config(
-    config: dict[str, Any], where: str = "config.json", labels: dict[str, Any] = OF_REWARD
-) -> dict[str, Any]:
+def score_config(config: dict[str, Any], where: str, labels: Labels) -> dict[str, Any]:
     """Return the config.json of a sequence classification model on a language model; `labels` are its fields about labels.
 
     That of a reward model or classifier must agree with `labels`. Raises ValueError if it does not, and for a family without
@@ -224,10 +225,10 @@ def score_config(
         raise ValueError(
             f"{where}: id2label has {', '.join(names)}; expected the labels of the data: {', '.join(expected)}."
         )
-    return config if labels is OF_REWARD else {**config, **labels}
+    return config if labels is REWARD_LABELS else {**config, **labels}
 
 
-def label_fields(names: Sequence[str], is_multi: bool) -> dict[str, Any]:
+def label_fields(names: Sequence[str], is_multi: bool) -> Labels:
     """The fields of a classifier's config.json about labels; is_multi: a text has any number of them."""
     return {
         "id2label": {str(i): name for i, name in enumerate(names)},

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.models.frozen_weight import Form, Frozen
+from lean_ft.models.frozen_weight import Form, Frozen, FrozenParameter, to_float8
 from lean_ft.models.safetensors_file import StoredTensor
+from lean_ft.models.source import Source
 from lean_ft.system.shards import Part
 
 READABLE = ("fp8", "mxfp4")
@@ -156,6 +157,19 @@ def form_in_folder(name: str, tensors: Sequence[Readable], shape: Sequence[int],
     numbers = torch.empty(*rows, num_columns, dtype=torch.float8_e4m3fn, device="meta")
     scales = torch.empty(*rows, num_columns // width, device="meta")
     return Frozen(Form("float8", tuple(shape), dtype), (numbers, scales))
+
+
+def as_in_folder(source: Source, name: str, weight: Tensor) -> FrozenParameter | None:
+    """A weight on the meta device in the form in which its folder has it; None if it is not quantized there. Random weights, and
+    those of a plan, get the form that the folder's quantization usually has."""
+    method, frozen = source.quantization.get("quant_method"), None
+    if method and source.form_in_folder is not None:
+        frozen = source.form_in_folder(name)
+    elif method == "fp8":
+        return FrozenParameter(to_float8(weight.detach()), to_float8)
+    elif method == "mxfp4" and weight.dim() == 3:  # a stack of experts
+        frozen = empty_mxfp4(weight.shape, weight.dtype)
+    return None if frozen is None else FrozenParameter(frozen)
 
 
 def empty_mxfp4(shape: Sequence[int], dtype: torch.dtype) -> Frozen:

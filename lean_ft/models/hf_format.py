@@ -4,22 +4,19 @@ Every tensor is checked against config.json before memory is allocated. A missin
 error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
-from typing import Any, Literal
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from lean_ft.gguf.cache import gguf_file, names_gguf_file
-from lean_ft.hub.paths import resolve_model_path
+from lean_ft.hub.paths import planned_model_path, resolve_model_path
 from lean_ft.images.rules import image_rules
+from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import (
-    OF_REWARD,
-    as_its_family,
     decoder_config,
     gives_scores,
     kind_of_scores,
@@ -32,19 +29,17 @@ from lean_ft.models.drafting import drafting_of, is_drafting
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.float32_products import use_float32_products
 from lean_ft.models.frozen_weight import TENSORS, Frozen
+from lean_ft.models.load_options import LoadKeywords, LoadOptions, load_options
 from lean_ft.models.moe import experts_of
-from lean_ft.models.new_model import AfterModule, Fill, empty_decoder, fill_model, random_weights
+from lean_ft.models.new_model import Fill, empty_decoder, fill_model, random_weights
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.models.source import Source, all_tensors, name_in_language_model, parts_on_disk, tensors_on_disk
-from lean_ft.models.stored_weights import CONFIG_PURPOSE, DTYPES, STORED_DTYPES, first_few, stored_tensors
+from lean_ft.models.stored_weights import STORED_DTYPES, first_few, stored_config, stored_tensors
 from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
-from lean_ft.settings import MemoryConfig, ModelConfig, spelled_out
+from lean_ft.settings import ModelConfig
 from lean_ft.system.config_fields import end_ids
 from lean_ft.system.shards import Part, part_of, remember_cuts
-from lean_ft.system.user_functions import OWN_FAMILIES, use_family
-from lean_ft.system.whole_files import read_json
 from lean_ft.system.world import world
-from lean_ft.tokenizers import load_tokenizer
 
 # Tensors with one row per token, and the config.json field with their number of rows.
 _ROWS_PER_TOKEN = {
@@ -66,101 +61,76 @@ class Unread:
             self.fill(name, tensor)
 
 
+@dataclass(frozen=True)
+class Spec:
+    """A model as its folder's config.json and the options describe it, without tensors."""
+
+    config: DecoderConfig
+    source: Source
+    options: LoadOptions
+
+
 @names_gguf_file
 def load_model(
-    path: str | Path | ModelConfig,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | str = torch.float32,
-    random_init: bool = False,
-    router_aux_loss_coef: float | None = None,
-    after_module: AfterModule | None = None,
-    scores: bool | dict[str, Any] = False,
-    new_ids: Sequence[int] = (),
-    may_score: bool = False,
-    images: Literal["none", "frozen", "train"] = "none",
-    memory: MemoryConfig | None = None,
+    path: str | Path | ModelConfig, device: str | torch.device = "cpu", **options: Unpack[LoadKeywords]
 ) -> Decoder:
-    """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model, with parameters in `dtype`.
+    """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model.
 
     Peak memory is the model plus 1 MiB, or plus an expert's matrix if the folder has those transposed. On the device `meta` the
     model has shapes only, until `read_weights`.
 
     Args:
-        path: with a `ModelConfig`, its settings replace `dtype`, `random_init`, `router_aux_loss_coef`, `new_ids` and `images`;
-            its float16 means mixed precision with float32 parameters.
-        random_init: draw weights as transformers does; only config.json is needed.
-        router_aux_loss_coef: None uses config.json's coefficient if `output_router_logits` is true there.
-        after_module: called with the model and each module's name while the model is on the meta device. It may replace
-            weights by quantized ones, so that the others never take memory.
-        scores: True loads a reward model, or adds a zero-initialized score layer to a language model. A dict loads or adds a
-            classifier with these label fields of config.json. False loads the model as it is.
-        new_ids: ids of added tokens. Their rows are the mean of the rows before the first new id.
-        may_score: whether a reward model or classifier is accepted without `scores`.
-        images: of a multimodal model, load the language model alone, or also the vision tower, frozen or to train.
-        memory: frozen weights that these settings keep on the host are loaded there; None loads all to the device.
+        path: with a `ModelConfig`, its settings are the options that are not given; its float16 means mixed precision with
+            float32 parameters.
+        options: the fields of `LoadOptions`: dtype, random_init, images, scores, new_ids, router_aux_loss_coef, quantize and
+            memory.
 
     Raises:
-        ValueError: if config.json or the weights are not as expected; nothing is allocated before this check.
+        ValueError: if config.json or the weights are not as expected, or for a reward model or classifier without `scores`;
+            nothing is allocated before this check.
     """
-    if isinstance(path, ModelConfig):
-        if path.family not in [own.setting for own in OWN_FAMILIES.values()]:  # other settings named another row since
-            use_family(path.family)
-        dtype = torch.float32 if path.dtype == "float16" else getattr(torch, path.dtype)
-        random_init, router_aux_loss_coef = path.random_init, path.router_aux_loss_coef
-        images, new_ids, path = path.images, new_token_ids(path), path.path
-    dtype = torch_dtype(dtype)
-    labels = OF_REWARD if scores is True else scores or None
+    path, wanted = load_options(path, options)
+    folder = _find_folder(path, weights=not wanted.random_init)
+    spec = read_spec(folder, wanted)
+    if spec.config.num_scores and wanted.scores is None:
+        kind = kind_of_scores(spec.config.num_scores)
+        raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
+    if gguf_file(folder) is not None:
+        stored_tensors(folder)  # raises unless the file has the model's weights
+    model = build(spec)
 
-    def build(folder: Path) -> Decoder:
-        model = _meta_model(folder, dtype, router_aux_loss_coef, labels, new_ids, images=images != "none")
-        if model.vision is not None:
-            model.vision.requires_grad_(images == "train")
-        if model.config.num_scores and not scores and not may_score:
-            kind = kind_of_scores(model.config.num_scores)
-            raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
-        if gguf_file(folder) is not None:
-            stored_tensors(folder)  # raises unless the file has the model's weights
-        return model
+    def open_weights() -> Fill:
+        use_float32_products()
+        return random_weights(model) if wanted.random_init else _stored_weights(model)
 
-    def fill(model: Decoder, weights: Fill | None) -> None:
-        if weights is None:
-            use_float32_products()
-            assert model.source.folder is not None
-            weights = random_weights(model) if random_init else _stored_weights(model.source.folder, model)
-        if after_module is not None:
-            for name in [name for name, _ in model.named_modules()]:
-                after_module(model, name)
-        if torch.device(device).type == "meta":
-            model.source.unread = Unread(weights)
-        else:
-            fill_model(model, device, weights, memory)
-
-    return _from_folder(path, build, fill, weights=not random_init)
+    world().fill(model, open_weights, lambda fill: _fill(model, device, fill, wanted))
+    return model
 
 
-def _from_folder(
-    path: str | Path,
-    build: Callable[[Path], Decoder],
-    fill: Callable[[Decoder, Fill | None], None] | None = None,
-    *,
-    weights: bool = False,
+@names_gguf_file
+def empty_model(
+    path: str | Path | ModelConfig, *, is_quantized: bool = False, **options: Unpack[LoadKeywords]
 ) -> Decoder:
-    """Find a model's folder, with its weights if needed, and build and fill the model."""
-    return world().model(path, lambda path: resolve_model_path(path, weights=weights), build, fill)
+    """The model that `load_model` would return, on the meta device and without reading or quantizing weights; also a reward model
+    or classifier without `scores`. `is_quantized` ignores the quantization in config.json, which `load_model` checks."""
+    path, wanted = load_options(path, options)
+    return build(read_spec(_find_folder(path, weights=False), wanted, is_quantized))
 
 
-def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype of weights from a torch.dtype or a name: `bfloat16`, `torch.bfloat16` or `bf16`."""
-    name = spelled_out(dtype)
-    found = next((known for known in DTYPES if str(known) == f"torch.{name}"), None)
-    if found is None:
-        raise ValueError(f"dtype is {dtype}; expected float32, bfloat16 or float16 (a torch.dtype or its name).")
-    return found
+def _find_folder(path: str | Path, weights: bool) -> Path:
+    """A model's folder, with its weights if needed."""
+    return world().read(lambda: resolve_model_path(path, weights=weights), lambda: planned_model_path(path))
 
 
-def new_token_ids(cfg: ModelConfig) -> Sequence[int]:
-    """The ids of `model.new_tokens`, in order."""
-    return range(load_tokenizer(cfg).vocab_size)[-len(cfg.new_tokens) :] if cfg.new_tokens else ()
+def _fill(model: Decoder, device: str | torch.device, fill: Fill, options: LoadOptions) -> None:
+    """Quantize and fill a model on the meta device. For the device `meta`, it is filled by `read_weights`."""
+    if options.quantize is not None:
+        for name in [name for name, _ in model.named_modules()]:
+            options.quantize(model, name)
+    if torch.device(device).type == "meta":
+        model.source.unread = Unread(fill)
+    else:
+        fill_model(model, device, fill, options.memory)
 
 
 @torch.no_grad()
@@ -173,88 +143,66 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
     model.source.unread = None
 
 
-@names_gguf_file
-def empty_model(
-    path: str | Path,
-    dtype: torch.dtype,
-    router_aux_loss_coef: float | None = None,
-    new_ids: Sequence[int] = (),
-    *,
-    is_quantized: bool = False,
-    images: bool = False,
-) -> Decoder:
-    """The model that `load_model` would return, on the meta device and without reading weights; with `images`, with its vision
-    tower. `is_quantized` ignores the quantization in config.json, which `load_model` checks."""
-    return _from_folder(
-        path, lambda folder: _meta_model(folder, dtype, router_aux_loss_coef, None, new_ids, is_quantized, images)
-    )
-
-
-def _meta_model(
-    folder: Path,
-    dtype: torch.dtype,
-    router_aux_loss_coef: float | None,
-    labels: dict[str, Any] | None,
-    new_ids: Sequence[int] = (),
-    is_quantized: bool = False,
-    images: bool = False,
-) -> Decoder:
-    """The model of a folder's config.json on the meta device; for a multimodal model, its language model, and with `images` its
-    vision tower."""
-    file, purpose = folder / "config.json", CONFIG_PURPOSE
-    if (folder / "adapter_config.json").is_file():
-        purpose = (
-            "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both. For a "
-            f"model of both, run `leanft export {quote(str(folder))} merged --merge` and use the folder merged."
-        )
-    whole_config = as_its_family(read_json(file, purpose))
+def read_spec(folder: Path, options: LoadOptions, is_quantized: bool = False) -> Spec:
+    """Read a folder's config.json; of a multimodal model, that of its language model, and with `options.images` that of its vision
+    tower. `is_quantized` ignores the quantization. Raises ValueError for an unsupported model."""
+    where, whole = str(folder / "config.json"), stored_config(folder)
     if is_quantized:
-        whole_config = {key: value for key, value in whole_config.items() if key != "quantization_config"}
-    stored_config = hf_config = language_model_config(whole_config, str(file), images)
-    if labels:
-        hf_config = score_config(stored_config, str(file), labels)
-    num_rows = max(new_ids, default=-1) + 1
+        whole = {key: value for key, value in whole.items() if key != "quantization_config"}
+    reads_images = options.images != "none"
+    stored = hf_config = language_model_config(whole, where, reads_images)
+    if options.scores is not None:
+        hf_config = score_config(stored, where, options.scores)
+    num_rows = max(options.new_ids, default=-1) + 1
     sizes = {size: hf_config[size] for size in set(_ROWS_PER_TOKEN.values()) if size in hf_config}
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
-    config = decoder_config(hf_config, where=str(file))
-    if images:
-        tower, rules = vision_config(whole_config, config, str(file)), image_rules(folder)
+    config = decoder_config(hf_config, where=where)
+    if reads_images:
+        tower, rules = vision_config(whole, config, where), image_rules(folder)
         config = replace(config, vision=replace(tower, mean=rules.mean, std=rules.std))
-    model = empty_decoder(config, dtype)
-    model.source = Source(
+    source = Source(
         folder=folder,
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
-        part_of="" if stored_config is whole_config else whole_config["model_type"],
-        new_ids=list(new_ids),
+        part_of="" if stored is whole else whole["model_type"],
+        new_ids=list(options.new_ids),
         end_ids=end_ids(folder),
         quantization=hf_config.get("quantization_config") or {},
-        score_is_new=labels is not None and not gives_scores(stored_config),
+        score_is_new=options.scores is not None and not gives_scores(stored),
     )
-    if images:  # as transformers writes them; `_stored_weights` replaces them by the folder's own
-        if MULTIMODAL[model.source.part_of].stacks_experts:
-            model.source.stacks = dict.fromkeys(_one_per_expert(model), False)
-        model.source.names = {model.source.name_in_whole(place): place for place in tensors_on_disk(model)}
     if (generation_config := folder / "generation_config.json").is_file():
-        model.source.generation_config = generation_config.read_bytes()
-    elif model.source.part_of and (ends := model.source.end_ids):  # the whole model's win over its text_config's
-        model.source.config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    if router_aux_loss_coef is not None:
-        model.router_aux_loss_coef = router_aux_loss_coef
+        source.generation_config = generation_config.read_bytes()
+    elif source.part_of and (ends := source.end_ids):  # the whole model's win over its text_config's
+        source.config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    return Spec(config, source, options)
+
+
+def build(spec: Spec) -> Decoder:
+    """The model on the meta device. Raises ValueError for a router's coefficient that it cannot use."""
+    model, options = empty_decoder(spec.config, spec.options.dtype), spec.options
+    source = model.source = spec.source
+    if model.vision is not None:
+        model.vision.requires_grad_(options.images == "train")
+        # As transformers writes them; `_stored_weights` replaces them by the folder's own.
+        if MULTIMODAL[source.part_of].stacks_experts:
+            source.stacks = dict.fromkeys(_one_per_expert(model), False)
+        source.names = {source.name_in_whole(place): place for place in tensors_on_disk(model)}
+    if options.router_aux_loss_coef is not None:
+        model.router_aux_loss_coef = options.router_aux_loss_coef
     if model.router_aux_loss_coef and (model.mixture is None or model.mixture.score != "softmax"):
         reason = "has no experts" if model.mixture is None else f"scores experts by {model.mixture.score}"
         coefficient = f"router_aux_loss_coef is {model.router_aux_loss_coef}"
-        raise ValueError(f"{coefficient}: it balances a softmax over experts, and {folder} {reason}. Set it to 0.")
+        raise ValueError(
+            f"{coefficient}: it balances a softmax over experts, and {source.folder} {reason}. Set it to 0."
+        )
     return model
 
 
-def _stored_weights(folder: Path, model: Decoder) -> Fill:
+def _stored_weights(model: Decoder) -> Fill:
     """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
-    whole = dequantized(stored_tensors(folder), model.source.quantization)
-    spellings = None if model.vision is None else VISION_FAMILIES[model.source.part_of].spellings
-    own_name = partial(name_in_language_model, spellings=spellings) if model.source.part_of else str
-    names = {name: own_name(name) for name in whole}
-    if (prefix := model.source.family.prefix_on_disk) != "model." and not any(n.startswith(prefix) for n in whole):
-        names = {name: prefix + name for name in whole}  # a folder of the model without its output layer
+    source = model.source
+    assert source.folder is not None
+    whole = dequantized(stored_tensors(source.folder), source.quantization)
+    names = _names_in_language_model(model, whole)
     own = {own: whole[name] for name, own in names.items() if own is not None}
     stacks = {name: tensor for name in _one_per_expert(model) if isinstance(tensor := own.get(name), StoredTensor)}
     # The same for all, because some may have square matrices.
@@ -262,44 +210,61 @@ def _stored_weights(folder: Path, model: Decoder) -> Fill:
         (tensor.shape, tensor.transposed.shape, model.get_parameter(name).shape) for name, tensor in stacks.items()
     ]
     are_transposed = any(plain != expected == transposed for plain, transposed, expected in shapes)
-    model.source.stacks = dict.fromkeys(stacks, are_transposed)
+    source.stacks = dict.fromkeys(stacks, are_transposed)
     own |= {name: tensor.transposed for name, tensor in stacks.items() if are_transposed}
-    stored = _match(model, own, folder)
+    stored = _match(model, own, source.folder)
     if not model.config.num_scores:  # models that give scores draft no tokens
-        model.source.drafting = drafting_of(names, whole, model.source, model.config.vocab_size)
-    if model.source.part_of:
-        # Some folders store a tied output layer too.
-        tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
-        names = {name: tied.get(own or "", own) for name, own in names.items()}
-        if model.source.score_is_new:
-            names = {name: own for name, own in names.items() if not (own or "").startswith("lm_head.")}
-            names["score.weight"] = "score.weight"
-        has = {*stored, *(["score.weight"] if model.source.score_is_new else [])}
-        model.source.names = {name: own if own in has else None for name, own in names.items()}
+        source.drafting = drafting_of(names, whole, source, model.config.vocab_size)
+    if source.part_of:
+        _keep_names(model, names, stored)
 
     def form(name: str) -> Frozen | None:
         parameter = model.get_parameter(name)
-        pieces = [stored[place] for place, _ in model.source.stored(name, parameter, as_read=True) if place in stored]
+        pieces = [stored[place] for place, _ in source.stored(name, parameter, as_read=True) if place in stored]
         return form_in_folder(name, pieces, parameter.shape, parameter.dtype) if pieces else None
 
-    model.source.form_in_folder = form
+    source.form_in_folder = form
+    return lambda name, parameter: _read(source, stored, name, parameter)
 
-    def read(name: str, parameter: Tensor) -> None:
-        owner, _, key = name.rpartition(".")
-        if key in (*TENSORS["float8"], *TENSORS["mxfp4"]):  # of a weight that keeps its form
-            for place, part in model.source.stored(owner, parameter, as_read=True):
-                stored[place].read_stored(key, part)  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        if model.source.score_is_new and name == "score.weight":
-            part_of(parameter).values.zero_()
-            return
-        for place, part in model.source.stored(name, parameter, as_read=True):
-            if model.source.new_ids and name in _ROWS_PER_TOKEN:
-                _read_and_add_rows(stored[place], part, model.source.new_ids)
-            else:
-                stored[place].read_part(part)
 
-    return read
+def _names_in_language_model(model: Decoder, whole: Iterable[str]) -> dict[str, str | None]:
+    """The names that a folder's tensors have in a folder of the language model; None for tensors that the model does not have."""
+    source = model.source
+    spellings = None if model.vision is None else VISION_FAMILIES[source.part_of].spellings
+    names = {name: name_in_language_model(name, spellings) if source.part_of else name for name in whole}
+    if (prefix := source.family.prefix_on_disk) != "model." and not any(name.startswith(prefix) for name in whole):
+        return {name: prefix + name for name in whole}  # a folder of the model without its output layer
+    return names
+
+
+def _keep_names(model: Decoder, names: dict[str, str | None], stored: Mapping[str, Readable]) -> None:
+    """Set `source.names` of a multimodal model's folder."""
+    # Some folders store a tied output layer too.
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tied_embeddings else {}
+    names = {name: tied.get(own or "", own) for name, own in names.items()}
+    kept = {*stored}
+    if model.source.score_is_new:
+        names = {name: own for name, own in names.items() if not (own or "").startswith("lm_head.")}
+        names["score.weight"] = "score.weight"
+        kept.add("score.weight")
+    model.source.names = {name: own if own in kept else None for name, own in names.items()}
+
+
+def _read(source: Source, stored: Mapping[str, Readable], name: str, parameter: Tensor) -> None:
+    """Fill a parameter, or this rank's part of it, from the folder."""
+    owner, _, key = name.rpartition(".")
+    if key in (*TENSORS["float8"], *TENSORS["mxfp4"]):  # of a weight that keeps its form
+        for place, part in source.stored(owner, parameter, as_read=True):
+            stored[place].read_stored(key, part)  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    if source.score_is_new and name == "score.weight":
+        part_of(parameter).values.zero_()
+        return
+    for place, part in source.stored(name, parameter, as_read=True):
+        if source.new_ids and name in _ROWS_PER_TOKEN:
+            _read_and_add_rows(stored[place], part, source.new_ids)
+        else:
+            stored[place].read_part(part)
 
 
 def _one_per_expert(model: Decoder) -> list[str]:

@@ -17,7 +17,6 @@ from lean_ft.system.host_link import open_link
 from lean_ft.system.shards import part_of
 from lean_ft.torch_private import without_modes
 
-AfterModule = Callable[[Decoder, str], None]
 Fill = Callable[[str, Tensor], None]
 
 

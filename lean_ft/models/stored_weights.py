@@ -6,12 +6,20 @@ Pickled weights (.bin, .pth) can run code when they are opened, so only safetens
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from shlex import quote
+from typing import Any
 
 import torch
 
 from lean_ft.gguf.cache import GGUF_INDEX, gguf_file
 from lean_ft.hub.download import home_of_links
-from lean_ft.models.config_json import as_its_family, decoder_config, language_model_config
+from lean_ft.models.config_json import (
+    Labels,
+    as_its_family,
+    decoder_config,
+    gives_scores,
+    language_model_config,
+)
 from lean_ft.models.dequantized import dequantized
 from lean_ft.models.families import family_of
 from lean_ft.models.safetensors_file import StoredTensor, read_header
@@ -32,7 +40,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         from lean_ft.gguf.tensors import gguf_tensors  # imported here, because both import the configuration of models
         from lean_ft.models.hf_format import empty_model
 
-        return gguf_tensors(folder, empty_model(folder, torch.float32))
+        return gguf_tensors(folder, empty_model(folder))
     if (folder / WEIGHTS_FILE).exists():
         return read_header(_inside(folder, WEIGHTS_FILE, folder))
     if not (folder / WEIGHTS_INDEX).exists():
@@ -67,11 +75,29 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
     return file
 
 
+def stored_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, under the name of the family that computes it."""
+    purpose = CONFIG_PURPOSE
+    if (folder / "adapter_config.json").is_file():
+        purpose = (
+            "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both. For a "
+            f"model of both, run `leanft export {quote(str(folder))} merged --merge` and use the folder merged."
+        )
+    return as_its_family(read_json(folder / "config.json", purpose))
+
+
+def stored_labels(folder: Path) -> Labels | None:
+    """The labels of a folder's reward model or classifier, as `load_model(scores=...)` takes them; None for a language model."""
+    config = language_model_config(stored_config(folder), str(folder / "config.json"))
+    fields = ("num_labels", "id2label", "label2id", "problem_type")
+    return {field: config[field] for field in fields if field in config} if gives_scores(config) else None
+
+
 def stored_dtype(folder: Path) -> torch.dtype:
     """The narrowest of bfloat16, float16 and float32 that holds every stored tensor exactly. Tensors that a model always
     keeps in float32 do not count."""
     dtype: torch.dtype | None = None
-    config = language_model_config(as_its_family(read_json(folder / "config.json", CONFIG_PURPOSE)))
+    config = language_model_config(stored_config(folder))
     always_float32 = decoder_config(config, where=str(folder / "config.json")).in_float32
     on_disk = getattr(family_of(config["model_type"]), "on_disk", {})
     always_float32 += tuple(places[0] for part, places in on_disk.items() if f".{part}".endswith(always_float32))

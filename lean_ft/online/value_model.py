@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lean_ft.losses import AnswerTokens, hidden_states, on_grid
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder
+from lean_ft.models.config_json import REWARD_LABELS
 from lean_ft.parallel import cut, parallelize, sharded_linear
 from lean_ft.peft import load_with_adapter
 from lean_ft.settings import AnswersConfig, ParallelConfig, ValueConfig
@@ -35,7 +36,7 @@ class ValueModel(nn.Module):
         self.own: Decoder | None = None
         if cfg.lora is None:
             from_path = {} if path is None else {"path": path}
-            self.own = load_with_adapter(cfg.model.model_copy(update=from_path), None, device, ranks, scores=True)
+            self.own = load_with_adapter(cfg.model.model_copy(update=from_path), None, device, ranks, REWARD_LABELS)
             cut(self.own, parallel, ranks)
             apply_memory(self.own, cfg.memory, compile=cfg.compile)
             parallelize(self.own, parallel, ranks)

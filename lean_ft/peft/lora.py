@@ -6,24 +6,24 @@ the adapters' parameters are trained.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.dequantized import empty_mxfp4
+from lean_ft.models.config_json import Labels
+from lean_ft.models.dequantized import as_in_folder
 from lean_ft.models.frozen_weight import FrozenLinear, FrozenParameter, to_float8
-from lean_ft.models.hf_format import new_token_ids
+from lean_ft.models.load_options import Quantize
 from lean_ft.models.moe import Experts
-from lean_ft.models.new_model import AfterModule
 from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import PROJECTIONS, put_experts_adapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput, adapted_layers
 from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows, trained_rows
 from lean_ft.peft.targets import TOWER, find_targets, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.quantize.nf4 import check_available, to_nf4
-from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig
+from lean_ft.settings import FrozenKind, LoRAConfig, MemoryConfig, ModelConfig
 from lean_ft.system.shards import ALONE, Ranks
 
 OUTPUT = "lm_head"
@@ -35,30 +35,21 @@ def load_with_adapter(
     lora: LoRAConfig | None,
     device: str | torch.device = "cpu",
     ranks: Ranks = ALONE,
-    scores: bool | dict[str, Any] = False,
+    scores: Labels | None = None,
     memory: MemoryConfig | None = None,
 ) -> Decoder:
     """Load the model of the settings and add an adapter to it; without `lora`, just load it.
 
     With several `ranks`, the model is on the meta device until it is sharded (`cut_loading`). Weights are quantized one by
     one while loading, so the unquantized model is never in memory. With `model.dtype=float16`, frozen weights are float16.
-    `scores` loads a reward model, whose output layer is trained in addition to an adapter. Frozen weights
-    that `memory` keeps on the host are loaded there. Raises the errors of `load_model` and `apply_lora`.
+    `scores` loads a reward model or classifier with these labels, whose output layer is trained in addition to an adapter. Frozen
+    weights that `memory` keeps on the host are loaded there. Raises the errors of `load_model` and `apply_lora`.
     """
+    device = device if ranks.size == 1 else "meta"
     if lora is None:
-        return load_model(model_cfg, device if ranks.size == 1 else "meta", scores=scores)
-    model = load_model(
-        model_cfg.path,
-        device if ranks.size == 1 else "meta",
-        dtype=getattr(torch, model_cfg.dtype),
-        random_init=model_cfg.random_init,
-        router_aux_loss_coef=model_cfg.router_aux_loss_coef,
-        after_module=quantize_as_loaded(lora),
-        scores=scores,
-        new_ids=new_token_ids(model_cfg),
-        images=model_cfg.images,
-        memory=memory,
-    )
+        return load_model(model_cfg, device, scores=scores)
+    quantize = quantize_as_loaded(lora.quantize)
+    model = load_model(model_cfg, device, dtype=model_cfg.dtype, scores=scores, quantize=quantize, memory=memory)
     apply_lora(model, lora)
     if model.source.unread is not None:
         model.source.unread = UnreadBesideAdapter(model.source.unread.fill)
@@ -190,20 +181,21 @@ def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
     return {} if cfg is None or cfg.lr_ratio == 1.0 else {"lora_B": cfg.lr_ratio}
 
 
-def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
-    """A function for `load_model` to call for each module, which quantizes linear layers and experts; None if `cfg` quantizes
-    nothing.
+def quantize_as_loaded(kind: FrozenKind) -> Quantize | None:
+    """`quantize` of `load_model` for a value of `lora.quantize`: quantizes linear layers and experts; None for `none`.
 
-    The embedding, the output layer and the vision tower are not quantized. Raises ValueError if bitsandbytes cannot be used (on a
-    GPU: at the first module), or if the model's folder or sizes do not suit `cfg.quantize`.
+    The embedding, the output layer and the vision tower are not quantized. Raises ValueError for another kind, if bitsandbytes
+    cannot be used (on a GPU: at the first module), or if the model's folder or sizes do not suit `kind`.
     """
-    if cfg.quantize == "none":
+    if kind not in get_args(FrozenKind):
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(get_args(FrozenKind))}.")
+    if kind == "none":
         return None
-    if cfg.quantize == "nf4":
+    if kind == "nf4":
         check_available(on_gpu=False)
 
     def quantize_module(model: Decoder, name: str) -> None:
-        if cfg.quantize == "as_stored" and not model.source.quantization:
+        if kind == "as_stored" and not model.source.quantization:
             raise ValueError(
                 "lora.quantize=as_stored keeps the quantized weights of a folder, and quantization_config of this model's "
                 "config.json is absent. Set lora.quantize=nf4, float8 or none."
@@ -211,29 +203,21 @@ def quantize_as_loaded(cfg: LoRAConfig) -> AfterModule | None:
         module = model.get_submodule(name)
         if isinstance(module, Experts):
             for own in PROJECTIONS:
-                if (frozen := _frozen(model, f"{name}.{own}", getattr(module, own), cfg.quantize)) is not None:
+                if (frozen := _frozen(model, f"{name}.{own}", getattr(module, own), kind)) is not None:
                     delattr(module, own)
                     setattr(module, own, frozen)
         elif type(module) is not nn.Linear or name in (OUTPUT, SCORE) or name.startswith(TOWER):
             return
-        elif (frozen := _frozen(model, f"{name}.weight", module.weight, cfg.quantize)) is not None:
+        elif (frozen := _frozen(model, f"{name}.weight", module.weight, kind)) is not None:
             model.set_submodule(name, FrozenLinear(frozen, module.bias))
 
     return quantize_module
 
 
-def _frozen(model: Decoder, name: str, weight: Tensor, quantize: str) -> FrozenParameter | None:
+def _frozen(model: Decoder, name: str, weight: Tensor, kind: FrozenKind) -> FrozenParameter | None:
     """The weight on the meta device in fewer bits; None if it stays dense."""
-    source = model.source
-    method = source.quantization.get("quant_method")
-    if method and (quantize != "nf4" or method == "mxfp4"):  # also with nf4: in 4 bits already
-        if source.form_in_folder is not None:
-            stored = source.form_in_folder(name)
-        elif method == "mxfp4":
-            stored = empty_mxfp4(weight.shape, weight.dtype) if weight.dim() == 3 else None
-        else:
-            stored, quantize = None, "float8"
-        if stored is not None:
-            return FrozenParameter(stored)
-    to_form = {"nf4": to_nf4, "float8": to_float8}.get(quantize)
+    keeps_form = kind != "nf4" or model.source.quantization.get("quant_method") == "mxfp4"  # which has 4 bits too
+    if keeps_form and (frozen := as_in_folder(model.source, name, weight)) is not None:
+        return frozen
+    to_form = {"nf4": to_nf4, "float8": to_float8}.get(kind)
     return None if to_form is None else FrozenParameter(to_form(weight.detach()), to_form)

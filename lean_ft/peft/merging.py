@@ -9,7 +9,6 @@ differs slightly from the trained model.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from lean_ft.peft.lora import take_adapters_off
 from lean_ft.peft.new_rows import trained_rows
 from lean_ft.peft.peft_format import load_adapter
 from lean_ft.peft.stored_adapter import base_model, ids_of_rows, labels_of
+from lean_ft.settings import ImagesMode
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def load_merged(
     base: str | Path | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    images: Literal["none", "frozen", "train"] = "none",
+    images: ImagesMode = "none",
 ) -> tuple[Decoder, MergeReport]:
     """Return a plain model with the adapter of a folder merged, and a report.
 
@@ -70,8 +70,8 @@ def load_merged(
     matrix. Raises ValueError if the adapter is not supported or does not fit the model.
     """
     base = base_model(Path(adapter)) if base is None else base
-    scores, new_ids = labels_of(adapter) or False, ids_of_rows(adapter)
-    model = load_model(base, device=device, dtype=dtype, scores=scores, new_ids=new_ids, images=images)
+    new_ids = ids_of_rows(adapter)
+    model = load_model(base, device, dtype=dtype, scores=labels_of(adapter), new_ids=new_ids, images=images)
     load_adapter(model, adapter)
     squares = []  # of each layer's weight, its change and the rounding error
     for layer in _mergeable_layers(model).values():

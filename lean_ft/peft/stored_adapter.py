@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lean_ft.hub.paths import checkpoint_hint
-from lean_ft.models.config_json import OF_REWARD, label_fields
+from lean_ft.models.config_json import REWARD_LABELS, Labels, label_fields
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header
 from lean_ft.models.source import is_of_images, name_in_language_model
 from lean_ft.models.vision.config import SPELLINGS
@@ -149,14 +149,14 @@ def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any
     return rows
 
 
-def labels_of(folder: str | Path) -> dict[str, Any] | None:
+def labels_of(folder: str | Path) -> Labels | None:
     """The fields of config.json about the labels of an adapter with a score layer; None for other adapters. PEFT's files do not
     have them, so a classifier that PEFT saved has transformers' default names."""
     if labels := read_json(Path(folder) / LABELS_FILE):
         return labels
     score = read_adapter(Path(folder)).tensors.get(f"{SCORE}.weight")
     if score is None or score.shape[0] == 1:
-        return None if score is None else OF_REWARD
+        return None if score is None else REWARD_LABELS
     return label_fields([f"LABEL_{i}" for i in range(score.shape[0])], is_multi=False)
 
 

@@ -136,8 +136,8 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     model_settings = cfg.group(ModelConfig)
     if model_settings is None or cfg.row_tokens is None:
         return None
-    images = model_settings.images != "none"
-    model = empty_model(model_settings.path, torch.float32, images=images)
+    images = model_settings.images
+    model = empty_model(model_settings.path, images=images)
     if model.mixture is not None:
         return None
     # Weights, gradients and both moments, and half as much again for workspace.
@@ -146,7 +146,7 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     )
     for place, path in models_of(cfg).items():
         if place != ("model", "path"):  # a teacher: one layer's activations, and its logits
-            other = empty_model(path, torch.float32, images=images and place[0] == "distill")
+            other = empty_model(path, images=images if place[0] == "distill" else "none")
             if other.mixture is not None:
                 return None
             bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,7 +30,7 @@ from lean_ft.settings import (
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import HostLink
 from lean_ft.system.shards import ALONE, Ranks, local
-from lean_ft.system.world import Filling, World
+from lean_ft.system.world import World
 from lean_ft.torch_private import FakeTensorMode, functorch_config, without_modes
 from lean_ft.training import Run
 from lean_ft.training.process import refuse_on_many
@@ -45,6 +44,10 @@ def without_contents(cfg: RecipeConfig) -> RecipeConfig:
     if isinstance(cfg, AnswersConfig) and cfg.group(ReferencedLossConfig) and choose_kind(cfg)[0] == "cached":
         groups["reference"] = cfg.needed(ReferenceConfig).model_copy(update={"kind": "none"})
     return cfg.model_copy(update=groups)
+
+
+def _zero(name: str, tensor: Tensor) -> None:
+    local(tensor).zero_()  # a CPU allocates memory when it is written
 
 
 class PlannedWorld(World):
@@ -97,12 +100,9 @@ class PlannedWorld(World):
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
         return cast(T, (LargestBatches(self, largest), None))
 
-    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:
-        model = build(planned_model_path(path))
-        if fill is not None:
-            fill(model, lambda name, tensor: local(tensor).zero_())  # a CPU allocates memory when it is written
-            self._follow_model(cast(Decoder, model))
-        return model
+    def fill(self, model: Decoder, open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
+        fill(cast(T, _zero))
+        self._follow_model(model)
 
     def _follow_model(self, model: Decoder) -> None:
         """Count what the model's forward pass allocates as activations."""

@@ -120,9 +120,9 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
     """
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    model, file = empty_model(folder, dtype, is_quantized=True), folder / "model.safetensors"
+    model, file = empty_model(folder, dtype=dtype, is_quantized=True), folder / "model.safetensors"
     header, kind, group_size = read_header(file), *_kind_of(folder)
-    _check_pieces(file, header, empty_model(folder, dtype, is_quantized=True), kind, group_size)
+    _check_pieces(file, header, empty_model(folder, dtype=dtype, is_quantized=True), kind, group_size)
     stored = {name: tensor.read() for name, tensor in header.items()}
     try:
         with safe_open(file, "pt") as opened:

@@ -38,7 +38,15 @@ from lean_ft.settings.losses import (
     UnpairedLossConfig,
     ValueConfig,
 )
-from lean_ft.settings.model import GroupSize, LoRAConfig, ModelConfig, QuantizeConfig, QuantizedKind
+from lean_ft.settings.model import (
+    FrozenKind,
+    GroupSize,
+    ImagesMode,
+    LoRAConfig,
+    ModelConfig,
+    QuantizeConfig,
+    QuantizedKind,
+)
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
 from lean_ft.settings.run import (
     LOGGER_PACKAGES,
@@ -72,9 +80,11 @@ __all__ = [
     "FilePath",
     "FormatName",
     "Fraction",
+    "FrozenKind",
     "GenerationConfig",
     "GroupSize",
     "GroupT",
+    "ImagesMode",
     "KeepTeacherConfig",
     "LoRAConfig",
     "LogConfig",

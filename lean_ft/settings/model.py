@@ -7,6 +7,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, P
 from lean_ft.settings.base import Dtype, Fraction, Name, Settings, spelled_out
 from lean_ft.system.user_functions import use_family
 
+ImagesMode = Literal["none", "frozen", "train"]
+FrozenKind = Literal["auto", "none", "nf4", "as_stored", "float8"]
+
 
 class ModelConfig(Settings):
     """The model that is trained."""
@@ -28,7 +31,7 @@ class ModelConfig(Settings):
     """Tokens to add to the vocabulary. Their rows in the embedding and the output layer start at the mean of the other
     rows and are trained, also beside an adapter, or alone with lora.targets=[]. Checkpoints have them in
     tokenizer.json."""
-    images: Literal["none", "frozen", "train"] = "none"
+    images: ImagesMode = "none"
     """Images in rows. `none`: only the language model of a multimodal model is loaded, and rows have no images. `frozen`: the
     vision tower computes embeddings and is not trained. `train`: it trains too, and beside an adapter the layers of the tower
     that `lora.targets` names. `train: [vision.*merger*]` trains the projector alone, and optimizer.lr_ratios={vision: 0.1}
@@ -63,7 +66,7 @@ class LoRAConfig(Settings):
     """LoRA+: learning rate of the second matrix (B), as a multiple of optimizer.lr. The paper advises 16."""
     dtype: Annotated[Literal["float32", "model"], BeforeValidator(spelled_out)] = "float32"
     """Dtype in which the adapter is stored and updated. Products use the model's dtype."""
-    quantize: Literal["auto", "none", "nf4", "as_stored", "float8"] = "auto"
+    quantize: FrozenKind = "auto"
     """How the frozen weights of linear layers and experts are stored. Each weight is dequantized for its product. `nf4` (QLoRA):
     4 bits, NF4 with double quantization; experts that the folder has in MXFP4 stay so. `float8`: 8 bits, a scale per row.
     `as_stored`: as the folder has them, in MXFP4 (gpt-oss) or fp8. `none`: in model.dtype. `auto`: as_stored for folders with

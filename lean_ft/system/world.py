@@ -11,13 +11,11 @@ A recipe, also a copied and edited one, is planned as it is written, as long as 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lean_ft.system.observer import Observer
 
 T = TypeVar("T")
-Filling = Callable[[T, Any], None]
 
 
 class World:
@@ -46,15 +44,10 @@ class World:
         """Return training and held-out batches. In a plan, each batch is made by `largest`."""
         return read()
 
-    def model(self, path: Any, find: Callable[[Any], Path], build: Callable[[Path], T], fill: Filling[T] | None) -> T:
-        """Find a model's folder, build the model on the meta device, and fill its weights unless `fill` is None.
-
-        `fill` gets the model, and a function that sets one parameter by its name; None: read or draw the values.
-        """
-        model = build(find(path))
-        if fill is not None:
-            fill(model, None)
-        return model
+    def fill(self, model: Any, open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
+        """Fill a model on the meta device. `open_weights` returns a function that sets one parameter by its name, which `fill`
+        gets. A plan opens no weights."""
+        fill(open_weights())
 
     def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         """Return the `rows` to sample together in a cache of `capacity` tokens: none in a plan, which has done it then.

@@ -4,8 +4,6 @@ A row [prompt | completion | completion ...] is exact if a prompt's keys and val
 all causal models except those whose rotary frequencies change with the length of the text, and those that keep a state.
 """
 
-import torch
-
 from lean_ft.models import Decoder, empty_model
 from lean_ft.settings import ModelConfig, PreferenceDataConfig, PromptDataConfig, RecipeConfig, ValueConfig
 from lean_ft.system.log import say
@@ -23,7 +21,7 @@ def shares_prompts(cfg: RecipeConfig) -> bool:
     model, longest, value = cfg.needed(ModelConfig), cfg.row_tokens, cfg.group(ValueConfig)
     assert longest is not None
     paths = [model.path] + ([] if value is None or value.path is None else [value.path])  # both read the same batches
-    models = [empty_model(path, torch.float32, model.router_aux_loss_coef) for path in paths]
+    models = [empty_model(path, router_aux_loss_coef=model.router_aux_loss_coef) for path in paths]
     why_not = next((reason for one in models if (reason := _why_not(one, longest))), "")
     if wanted is True and why_not:
         raise ValueError(f"data.shared_prompt=true, but {why_not}. Set data.shared_prompt=false.")

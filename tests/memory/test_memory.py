@@ -184,7 +184,7 @@ def test_gate_and_up_are_overwritten_if_recomputed_beside_an_adapter(lora, keep,
         model = load_model("tiny")
     else:
         cfg = LoRAConfig(**lora)
-        model = load_model("tiny", dtype=torch.bfloat16, after_module=quantize_as_loaded(cfg))
+        model = load_model("tiny", dtype=torch.bfloat16, quantize=quantize_as_loaded(cfg.quantize))
         apply_lora(model, cfg)
     checkpoint_layers(model, keep=keep)
     assert {layer.mlp.overwrites for layer in model.layers} == {overwrites}

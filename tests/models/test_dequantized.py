@@ -15,7 +15,6 @@ from lean_ft.models.dequantized import FourBitStack, ScaledTensor
 from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.models.safetensors_file import read_header
 from lean_ft.peft.lora import quantize_as_loaded
-from lean_ft.settings import LoRAConfig
 from lean_ft.system.shards import Part
 from lean_ft.training.summary import describe_model
 
@@ -88,7 +87,7 @@ def test_fp8_is_read_as_transformers_reads_it_and_saved_in_bfloat16(block, make_
         assert torch.equal(saved[name], meant), name
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert not load_model(tmp_path).source.quantization
-    kept = load_model(folder, dtype=torch.bfloat16, after_module=quantize_as_loaded(LoRAConfig()))
+    kept = load_model(folder, dtype=torch.bfloat16, quantize=quantize_as_loaded("auto"))
     matrices = {name: weight.frozen for name, weight in quantized_weights(kept).items()}
     assert len(matrices) == 2 * (4 + 2) and {frozen.form.kind for frozen in matrices.values()} == {"float8"}
     for name, frozen in matrices.items():
@@ -207,6 +206,6 @@ def test_pieces_of_another_dtype_or_shape_are_refused_before_they_are_read(
     changed = {name: change(tensor) if name.endswith(end) else tensor for name, tensor in stored.items()}
     assert any(name.endswith(end) for name in stored)
     save_file({name: t for name, t in changed.items() if t is not None}, folder / "model.safetensors")
-    for after_module in (None, quantize_as_loaded(LoRAConfig())):
+    for quantize in (None, quantize_as_loaded("auto")):
         with pytest.raises(ValueError, match=message):
-            load_model(folder, after_module=after_module)
+            load_model(folder, quantize=quantize)

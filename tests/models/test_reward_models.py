@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from lean_ft import load_model
-from lean_ft.models import save_model
+from lean_ft.models import REWARD_LABELS, save_model
 from lean_ft.models.config_json import SCORE_ARCHITECTURES
 from lean_ft.models.families import FAMILIES
 from tests.models.family_cases import FIRST_CASES, NUM_TOKENS
@@ -23,12 +23,12 @@ def test_the_families_with_a_reward_model_are_those_of_transformers() -> None:
 def test_transformers_opens_a_new_reward_model_with_the_same_scores(family, checkpoint, tmp_path) -> None:
     """Soft caps and divisors of logits do not apply to scores, and tied embeddings are untied."""
     folder, _ = checkpoint(FIRST_CASES[family])
-    model = load_model(folder, scores=True)
+    model = load_model(folder, scores=REWARD_LABELS)
     assert not model.output_weight.any()
     model.output_weight.normal_(generator=torch.Generator().manual_seed(0))
     save_model(model, tmp_path / "reward")
     ids = torch.randint(3, 101, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
     expected = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward", dtype=torch.float32)(ids).logits
-    again = load_model(tmp_path / "reward", scores=True)
+    again = load_model(tmp_path / "reward", scores=REWARD_LABELS)
     for one in (model, again):
         torch.testing.assert_close(one(ids)[:, -1], expected, rtol=1e-4, atol=1e-4)

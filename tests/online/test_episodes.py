@@ -65,7 +65,7 @@ def round_of(cfg: Any, kind: type) -> Any:
 
 def both_models(cfg: Any) -> tuple[Any, Any]:
     path = resolve_model_path("tiny")
-    own = load_model(path, torch.device("cpu"), torch.float32).double()
+    own = load_model(path, torch.device("cpu"), dtype=torch.float32).double()
     apply_memory(own, cfg.memory, compile=False)
     return own, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).double()
 
@@ -503,7 +503,7 @@ def test_sampled_tokens_have_their_log_probabilities_and_do_not_depend_on_waitin
     given = ("tools.functions=[TMP/mine.py:add]", stops, "generation.max_new_tokens=40")
     cfg = episodes_of(files, *given).cfg
     path, tokenizer = resolve_model_path("tiny"), load_tokenizer(cfg.model, cfg.data.chat_template)
-    model = load_model(path, torch.device("cpu"), torch.float32)
+    model = load_model(path, torch.device("cpu"), dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     schemas = episodes_of(files, *given).schemas()
     chat = [{"role": "user", "content": "5 + 5"}]

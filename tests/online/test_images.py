@@ -13,7 +13,7 @@ from lean_ft.frozen.reward_model import JudgingModel, open_reward_model
 from lean_ft.frozen.scoring import score_rows
 from lean_ft.generation import Completion
 from lean_ft.losses import TokenLogProbs
-from lean_ft.models import load_model, save_model
+from lean_ft.models import REWARD_LABELS, load_model, save_model
 from lean_ft.online import PairRollouts, Rollouts, Sampler, ValuedRollouts
 from lean_ft.online.rewards import Scores
 from lean_ft.tokenizers import load_tokenizer
@@ -115,7 +115,7 @@ def test_held_out_questions_are_asked_with_their_images(given, packing: str):
 def test_a_reward_model_sees_the_images(given, tmp_path: Path):
     """The score at the last token is the same from rows, from sampled ids, and from a forward pass over a batch."""
     cfg = config_of("grpo", *given)
-    tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model.path, scores=True, images="frozen")
+    tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model.path, scores=REWARD_LABELS, images="frozen")
     torch.nn.init.normal_(model.output_weight, generator=torch.Generator().manual_seed(0))
     save_model(model, tmp_path)
     tokenizer.save(tmp_path)

@@ -63,7 +63,7 @@ def save_again(folder: Path, over: str, path: str) -> None:
     """Load a model with split layers, and save it."""
     cfg = ParallelConfig.model_validate({over: 2})
     ranks = join(cfg, torch.device("cpu"))
-    model = load_model(path, "meta", torch.bfloat16)
+    model = load_model(path, "meta", dtype=torch.bfloat16)
     cut(model, cfg, ranks)
     parallelize(model, cfg, ranks)
     save_model(model, folder / "saved", ranks=ranks)
@@ -90,7 +90,7 @@ def test_one_process_resumes_a_run_of_two(on_two, tmp_path, name):
 @pytest.mark.long
 @pytest.mark.parametrize("over", COPIED)
 def test_split_layers_are_saved_like_those_of_one_process(on_two, tmp_path, over):
-    save_model(load_model(os.environ.get(COPIED[over], COPIED[over]), "cpu", torch.bfloat16), tmp_path)
+    save_model(load_model(os.environ.get(COPIED[over], COPIED[over]), "cpu", dtype=torch.bfloat16), tmp_path)
     assert digests(on_two[0] / over / "saved") == digests(tmp_path)
 
 

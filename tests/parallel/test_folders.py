@@ -33,7 +33,7 @@ def outcome(folder: Path, dtype: torch.dtype) -> tuple[list[tuple[float, float]]
         optimizer=OptimizerConfig(name="sgd"), gradient_accumulation_steps=2, memory=MemoryConfig(loss_chunk_tokens=16)
     )
     ranks = join(cfg.parallel, CPU)
-    model = load_model(folder, CPU if ranks.size == 1 else "meta", dtype)
+    model = load_model(folder, CPU if ranks.size == 1 else "meta", dtype=dtype)
     parallelize(model, cfg.parallel, ranks, tokens=2 * TOKENS)
     optimizer = build_optimizer(model, cfg, ranks=ranks)
     return list(train(cfg, model, optimizer, ranks, steps=2)), whole_tensors(model, optimizer)

@@ -141,7 +141,7 @@ def test_quantized_weights_compute_what_dequantized_ones_do(
     """Outputs and all gradients bitwise, with adapters on experts and linear layers."""
     folder, _ = quantized_folder(make_checkpoint, case, method, tmp_path / "base")
     cfg = LoRAConfig(rank=3, quantize=quantize)
-    model = load_model(folder, dtype=dtype, after_module=quantize_as_loaded(cfg))
+    model = load_model(folder, dtype=dtype, quantize=quantize_as_loaded(cfg.quantize))
     weights = quantized_weights(model)
     of_experts, of_layers = (
         {w.form.kind for n, w in weights.items() if ("experts" in n) is is_of} for is_of in (True, False)
@@ -174,7 +174,7 @@ def test_gpt_oss_in_4_bits_trains_as_transformers_and_peft_do(make_checkpoint, t
     reference = peft.get_peft_model(copy.deepcopy(base), config)
     randomize(reference)
     reference.save_pretrained(tmp_path / "start")
-    model = load_model(folder, after_module=quantize_as_loaded(LoRAConfig()))
+    model = load_model(folder, quantize=quantize_as_loaded("auto"))
     assert {w.form.kind for w in quantized_weights(model).values()} == {"mxfp4"}
     load_adapter(model, tmp_path / "start")
     for name, parameter in model.named_parameters():
@@ -206,4 +206,4 @@ REFUSED_SIZES = [
 def test_experts_that_cannot_be_quantized_are_refused(case, sizes, quantize, message, make_checkpoint):
     folder, _ = make_checkpoint(case, **sizes)
     with pytest.raises(ValueError, match=message):
-        load_model(folder, after_module=quantize_as_loaded(LoRAConfig(quantize=quantize)))
+        load_model(folder, quantize=quantize_as_loaded(quantize))

@@ -137,7 +137,7 @@ def test_checkpointing_changes_no_gradient(case, settings, checkpointing, keeps,
     cfg, results, (folder, _) = LoRAConfig(rank=4, **settings), [], make_checkpoint(case)
     for memory in (MemoryConfig(), MemoryConfig(activation_checkpointing=checkpointing, selective_keeps=keeps)):
         torch.manual_seed(0)
-        model = load_model(folder, after_module=quantize_as_loaded(cfg))
+        model = load_model(folder, quantize=quantize_as_loaded(cfg.quantize))
         apply_lora(model, cfg)
         randomize(model)
         apply_memory(model, memory, compile=False)
@@ -164,7 +164,7 @@ def test_compiled_gradients_are_the_slope_of_the_loss(settings, checkpointing, b
     # along DoRA's magnitudes is 0.13, with less curvature. Adapters on only two projections keep curvature small.
     step_length = 1e-2 if settings.get("dora") else 1e-3
     cfg = LoRAConfig(rank=4, targets=["v_proj", "down_proj"], **settings)
-    model = load_model(tiny_folder, after_module=quantize_as_loaded(cfg))
+    model = load_model(tiny_folder, quantize=quantize_as_loaded(cfg.quantize))
     del model.model.layers[1:]
     apply_lora(model, cfg)
     randomize(model)

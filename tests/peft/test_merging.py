@@ -73,7 +73,7 @@ def test_the_report_states_what_rounding_costs(adapted, tmp_path):
 
 def test_an_adapter_of_a_quantized_model_is_merged_into_the_unquantized_model(tiny_folder, tmp_path):
     cfg = LoRAConfig(rank=4, quantize="nf4")
-    model = load_model(tiny_folder, after_module=quantize_as_loaded(cfg))
+    model = load_model(tiny_folder, quantize=quantize_as_loaded(cfg.quantize))
     apply_lora(model, cfg)
     randomize(model)
     with pytest.raises(ValueError, match="is quantized, and an adapter can be merged only into unquantized weights"):

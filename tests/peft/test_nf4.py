@@ -58,7 +58,7 @@ def test_compiled_on_a_gpu_the_numbers_are_the_same():
 
 
 def test_a_quantized_model_equals_one_with_the_dequantized_weights(tiny_folder):
-    model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
+    model = load_model(tiny_folder, quantize=quantize_as_loaded("nf4"))
     weights = quantized_weights(model)
     assert len(weights) == 2 * 7
     reference = load_model(tiny_folder)
@@ -83,7 +83,7 @@ def test_a_quantized_model_equals_one_with_the_dequantized_weights(tiny_folder):
 @pytest.mark.parametrize(("targets", "num_tiles", "num_made"), [("up_proj", 0, 13), ("q_proj", 3, 11)])
 def test_weights_that_a_compiled_layer_dequantizes_in_backward(tiny_folder, targets, num_tiles, num_made):
     """Seven weights, and all but the last one again for recomputation; tiles use two weights for both."""
-    model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
+    model = load_model(tiny_folder, quantize=quantize_as_loaded("nf4"))
     apply_lora(model, LoRAConfig(quantize="nf4", rank=4, targets=[targets]))
     apply_memory(model, MemoryConfig(activation_checkpointing="full", tile_mlp=num_tiles), compile=False)
     made = []
@@ -108,14 +108,14 @@ def test_weights_are_quantized_one_by_one_while_loading(tiny_folder):
 
     def watch(model, name):
         nonlocal largest
-        quantize_as_loaded(NF4)(model, name)
+        quantize_as_loaded("nf4")(model, name)
         layers = [m for n, m in model.named_modules() if n.startswith("model.layers.")]
         whole = [m for m in layers if type(m) is nn.Linear and not m.weight.is_meta]
         largest = max(largest, len(whole))
 
-    load_model(tiny_folder, after_module=watch)
+    load_model(tiny_folder, quantize=watch)
     assert largest == 0
-    load_model(tiny_folder, random_init=True, after_module=watch)
+    load_model(tiny_folder, random_init=True, quantize=watch)
     assert largest == 0
 
 
@@ -123,7 +123,7 @@ def test_random_weights_are_the_same_quantized_or_not(tiny_folder):
     torch.manual_seed(0)
     plain = load_model(tiny_folder, random_init=True)
     torch.manual_seed(0)
-    model = load_model(tiny_folder, random_init=True, after_module=quantize_as_loaded(NF4))
+    model = load_model(tiny_folder, random_init=True, quantize=quantize_as_loaded("nf4"))
     assert torch.equal(model.model.embed_tokens.weight, plain.model.embed_tokens.weight)
     last = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(
@@ -132,7 +132,7 @@ def test_random_weights_are_the_same_quantized_or_not(tiny_folder):
 
 
 def test_quantized_weights_are_not_saved(tiny_folder, tmp_path):
-    model = load_model(tiny_folder, after_module=quantize_as_loaded(NF4))
+    model = load_model(tiny_folder, quantize=quantize_as_loaded("nf4"))
     with pytest.raises(ValueError, match="differ from those of its config.json"):
         save_model(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -141,7 +141,12 @@ def test_quantized_weights_are_not_saved(tiny_folder, tmp_path):
 def test_without_bitsandbytes_the_setting_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", None)
     with pytest.raises(ValueError, match=r"lora\.quantize=nf4 needs bitsandbytes.*pip install"):
-        quantize_as_loaded(NF4)
+        quantize_as_loaded("nf4")
+
+
+def test_only_values_of_the_setting_are_kinds():
+    with pytest.raises(ValueError, match="expected one of auto, none, nf4, as_stored, float8"):
+        quantize_as_loaded(NF4)  # type: ignore
 
 
 GROWTH = """
@@ -156,7 +161,7 @@ return_freed_memory()
 to_nf4(torch.zeros(64, 64))  # memory that libraries allocate on first use
 before = peak_memory_bytes(torch.device("cpu"))
 model = load_model(sys.argv[1], dtype=torch.bfloat16, random_init=True,
-                   after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))
+                   quantize=quantize_as_loaded("nf4"))
 print(peak_memory_bytes(torch.device("cpu")) - before)
 """
 

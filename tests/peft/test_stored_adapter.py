@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lean_ft import load_model
+from lean_ft.models import REWARD_LABELS
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.stored_adapter import labels_of
 from lean_ft.settings import LoRAConfig
@@ -13,7 +14,7 @@ from lean_ft.settings import LoRAConfig
 @pytest.mark.parametrize("shape", [(), (0, 4), (0,)], ids=str)
 def test_tensors_without_values_are_refused(shape, make_checkpoint, tmp_path):
     folder = make_checkpoint("qwen2")[0]
-    model = load_model(folder, scores=True)
+    model = load_model(folder, scores=REWARD_LABELS)
     apply_lora(model, LoRAConfig(rank=2, dora=True))
     save_adapter(model, tmp_path)
     file = tmp_path / "adapter_model.safetensors"

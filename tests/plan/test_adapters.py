@@ -18,7 +18,7 @@ def test_weights_and_states_are_their_real_bytes(lora, small_model):
     parts = planned("lora_finetune_single_device", *own, device=None).peak.bytes_by_label
 
     cfg = LoRAConfig(rank=4, **lora)
-    model = load_model(small_model, random_init=True, dtype=torch.bfloat16, after_module=quantize_as_loaded(cfg))
+    model = load_model(small_model, random_init=True, dtype=torch.bfloat16, quantize=quantize_as_loaded(cfg.quantize))
     apply_lora(model, cfg)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))

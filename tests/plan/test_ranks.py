@@ -125,7 +125,7 @@ def num_bytes(model_folder: Path) -> tuple[int, int]:
 
     from lean_ft.models.hf_format import empty_model
 
-    model = empty_model(model_folder, torch.bfloat16)
+    model = empty_model(model_folder, dtype=torch.bfloat16)
     layers = sum(parameter.nbytes for parameter in model.layers.parameters())
     return layers, sum(parameter.nbytes for parameter in model.parameters()) - layers
 

@@ -12,7 +12,6 @@ from lean_ft.cli.errors import is_out_of_memory
 from lean_ft.memory import float8_products
 from lean_ft.models.device import check_dtype
 from lean_ft.peft import quantize_as_loaded
-from lean_ft.settings import LoRAConfig
 from lean_ft.system.host_link import HostLink
 from lean_ft.training.process import _device_of_rank
 from tests.optim.tiny_training import TinyModel, build, make_batches, same_weights, train
@@ -44,7 +43,7 @@ def test_bitsandbytes_without_its_library_is_refused_before_its_first_kernel(mon
         build(model, {"name": "adamw_8bit"})
     build(model, {"name": "adamw_8bit", "update_clipping": True})  # does not use that kernel
     with pytest.raises(ValueError, match=r"lora.quantize=nf4 needs bitsandbytes.*cuda130.so"):
-        load_model("tiny", "cuda", after_module=quantize_as_loaded(LoRAConfig(quantize="nf4")))
+        load_model("tiny", "cuda", quantize=quantize_as_loaded("nf4"))
 
 
 def test_compiling_with_dynamo_turned_off_is_not_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +82,7 @@ def test_each_process_has_its_own_gpu_or_is_refused(monkeypatch: pytest.MonkeyPa
 def test_dtypes_that_an_older_card_lacks_are_refused() -> None:
     device = torch.device("cuda", 0)
     with pytest.raises(ValueError, match=r"float8.*has none \(compute capability (7\.5|8\.0); 8.9 or newer has\)"):
-        float8_products(load_model("tiny", "cuda", torch.bfloat16))
+        float8_products(load_model("tiny", "cuda", dtype=torch.bfloat16))
     if torch.cuda.get_device_capability() < (8, 0):
         with pytest.raises(ValueError, match=r"bfloat16 needs a CUDA card of compute capability 8.0.*T4 has 7.5"):
             check_dtype("bfloat16", device)

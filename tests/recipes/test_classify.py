@@ -18,6 +18,7 @@ from lean_ft.frozen.scoring import open_reward_model, score_rows
 from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.losses import output_scores
 from lean_ft.losses.classification import classification_losses
+from lean_ft.models import stored_labels
 from lean_ft.settings import ClassificationDataConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import load_recipe, presets, recipes
@@ -107,7 +108,7 @@ def test_transformers_opens_it_with_equal_logits_and_gradients(train: Train, tmp
 
     config = with_labels(ClassificationDataConfig(source="tiny/topics_validation.jsonl", max_length=96))
     (batch,) = prepare_batches(config, load_tokenizer("tiny"), 8, 0)[0].take(1)
-    ours = load_model(folder, may_score=True)
+    ours = load_model(folder, scores=stored_labels(folder))
     scores, _ = output_scores(ours, batch.built, batch.last)
     classification_losses(scores, batch.targets).mean().backward()
     theirs(batch.input_ids, attention_mask=batch.is_token.long(), labels=batch.targets).loss.backward()
@@ -176,7 +177,7 @@ def test_an_adapter_that_peft_made_of_a_classifier_opens(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="adapts a classifier of 3 labels, which gives scores and no text"):
         open_model(tmp_path / "adapter")
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
-    merged = load_model(tmp_path / "merged", may_score=True)
+    merged = load_model(tmp_path / "merged", scores=stored_labels(tmp_path / "merged"))
     (tmp_path / "rows.jsonl").write_text('{"text": "a text"}')
     (row,) = score_rows(merged, tokenizer, str(tmp_path / "rows.jsonl"))
     assert list(row["probabilities"]) == ["LABEL_0", "LABEL_1", "LABEL_2"]

@@ -20,6 +20,7 @@ from lean_ft.data import Prompt, prompt_rows
 from lean_ft.generation import Completion, decoding
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import AnswerTokens, policy
+from lean_ft.models import REWARD_LABELS
 from lean_ft.online import Rewards, Rollouts, Sampler
 from lean_ft.online.rewards import Scores
 from lean_ft.settings import Reward
@@ -94,7 +95,7 @@ def test_rewards_of_ones_own_are_added_up_by_their_weights(train: Train, tmp_pat
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward_model")
-    model = load_model("tiny", scores=True)
+    model = load_model("tiny", scores=REWARD_LABELS)
     torch.nn.init.normal_(model.output_weight, generator=torch.Generator().manual_seed(0))
     save_model(model, folder)
     load_tokenizer("tiny").save(folder)

@@ -19,7 +19,7 @@ from lean_ft.data import preference_batches
 from lean_ft.export import export_folder, export_gguf
 from lean_ft.frozen.scoring import open_reward_model, score, score_rows
 from lean_ft.hub.paths import resolve_data_path, resolve_model_path
-from lean_ft.models import save_model
+from lean_ft.models import REWARD_LABELS, save_model
 from lean_ft.tokenizers import load_tokenizer
 from tests.recipes import cases
 from tests.recipes.conftest import Train, config_of, first_rows, planned, run_recipe, update
@@ -219,11 +219,11 @@ def test_language_models_reward_models_and_classifiers_are_told_apart(trained: P
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "bad", "1": "good"}}))
     with pytest.raises(ValueError, match="id2label has 2 labels; expected 1"):
-        load_model(folder, scores=True)
+        load_model(folder, scores=REWARD_LABELS)
     config["model_type"] = "granite"
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="transformers has no sequence classification model"):
-        load_model(folder, scores=True)
+        load_model(folder, scores=REWARD_LABELS)
 
 
 def test_a_margin_must_be_a_number(tmp_path: Path) -> None:

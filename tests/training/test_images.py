@@ -18,7 +18,7 @@ from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Columns
 from lean_ft.export import export_folder, export_gguf
 from lean_ft.memory import checkpoint_layers
-from lean_ft.models import Decoder, load_model
+from lean_ft.models import REWARD_LABELS, Decoder, load_model
 from lean_ft.models.vision.tower import VisionTower
 from lean_ft.peft import load_adapter, load_merged
 from lean_ft.tokenizers import load_tokenizer
@@ -342,5 +342,5 @@ def test_a_reward_model_is_opened_with_its_tower(folder, train, tmp_path, settin
     if settings:
         own, _ = load_merged(checkpoint, dtype=torch.float32, images="frozen")
     else:
-        own = load_model(checkpoint, scores=True, images="frozen")
+        own = load_model(checkpoint, scores=REWARD_LABELS, images="frozen")
     assert own.vision is not None and own.score is not None and own.score.weight.abs().max() > 0

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import CONFIG_MAPPING
 
 from lean_ft.models.config_json import as_its_family, decoder_config
@@ -26,7 +25,7 @@ def test_damaged_fields_are_refused_or_harmless(where: str, name: str, tmp_path:
             changed = {field: value} if not where else {where: {**whole[where], field: value}}
             file.write_text(json.dumps(whole | changed))
             try:
-                empty_model(tmp_path, torch.float32, images=True)
+                empty_model(tmp_path, images="frozen")
             except ValueError:
                 refused += 1
     assert refused > (45 if where else 10)
@@ -94,4 +93,4 @@ def test_what_is_not_supported_is_named(name: str, changed: dict, message: str, 
         whole[field] = {**whole[field], **value} if isinstance(value, dict) else value
     file.write_text(json.dumps(whole))
     with pytest.raises(ValueError, match=message):
-        empty_model(tmp_path, torch.float32, images=True)
+        empty_model(tmp_path, images="frozen")

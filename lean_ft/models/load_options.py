@@ -1,0 +1,90 @@
+"""What to load of a model's folder, and in which form: the options of `load_model`, typed by hand or taken from `ModelConfig`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+from lean_ft.models.config_json import Labels
+from lean_ft.models.decoder import Decoder
+from lean_ft.settings import ImagesMode, MemoryConfig, ModelConfig, spelled_out
+from lean_ft.system.user_functions import OWN_FAMILIES, use_family
+from lean_ft.tokenizers import load_tokenizer
+
+Quantize = Callable[[Decoder, str], None]
+"""Called with a model on the meta device and the name of each of its modules. It may replace weights by quantized ones."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The form in which a model is loaded. The defaults load a language model in float32."""
+
+    dtype: torch.dtype = torch.float32
+    """Dtype of the parameters."""
+    random_init: bool = False
+    """Draw the weights as transformers does; only config.json is needed."""
+    images: ImagesMode = "none"
+    """Of a multimodal model, load the language model alone, or also the vision tower, frozen or to train."""
+    scores: Labels | None = None
+    """Labels of a reward model (`REWARD_LABELS`) or classifier (`label_fields`, `stored_labels`). A language model gets a
+    zero-initialized score layer with these labels. None loads a model that gives text."""
+    new_ids: Sequence[int] = ()
+    """Ids of added tokens. Their rows are the mean of the rows before the first new id."""
+    router_aux_loss_coef: float | None = None
+    """None uses config.json's coefficient if `output_router_logits` is true there."""
+    quantize: Quantize | None = None
+    """Quantizes weights before they are read, so that the unquantized ones never take memory (`quantize_as_loaded`)."""
+    memory: MemoryConfig | None = None
+    """Frozen weights that these settings keep on the host are loaded there; None loads all to the device."""
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of `LoadOptions` as keyword arguments; a dtype may be a name."""
+
+    dtype: torch.dtype | str
+    random_init: bool
+    images: ImagesMode
+    scores: Labels | None
+    new_ids: Sequence[int]
+    router_aux_loss_coef: float | None
+    quantize: Quantize | None
+    memory: MemoryConfig | None
+
+
+def load_options(model: str | Path | ModelConfig, keywords: LoadKeywords) -> tuple[str | Path, LoadOptions]:
+    """The path of a model, and the options for it: the settings of a `ModelConfig`, unless `keywords` replace them."""
+    if isinstance(model, ModelConfig):
+        if model.family not in [own.setting for own in OWN_FAMILIES.values()]:  # other settings named another row since
+            use_family(model.family)
+        keywords = {
+            "dtype": "float32" if model.dtype == "float16" else model.dtype,  # mixed precision with float32 parameters
+            "random_init": model.random_init,
+            "images": model.images,
+            "new_ids": new_token_ids(model),
+            "router_aux_loss_coef": model.router_aux_loss_coef,
+            **keywords,
+        }
+        model = model.path
+    scores = keywords.get("scores")
+    if not isinstance(scores, Mapping | None):
+        raise ValueError(
+            f"scores is {scores!r}; expected labels from lean_ft.models: REWARD_LABELS for a reward model, label_fields(...) for "
+            "a classifier, stored_labels(folder) for either as it is, or None for a model that gives text."
+        )
+    options: dict[str, object] = {**keywords, "dtype": torch_dtype(keywords.get("dtype", torch.float32))}
+    return model, LoadOptions(**options)  # pyright: ignore[reportArgumentType]
+
+
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype of weights from a torch.dtype or a name: `bfloat16`, `torch.bfloat16` or `bf16`."""
+    name = str(spelled_out(dtype))
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype is {dtype}; expected float32, bfloat16 or float16 (a torch.dtype or its name).")
+    return getattr(torch, name)
+
+
+def new_token_ids(cfg: ModelConfig) -> Sequence[int]:
+    """The ids of `model.new_tokens`, in order."""
+    return range(load_tokenizer(cfg).vocab_size)[-len(cfg.new_tokens) :] if cfg.new_tokens else ()
