@@ -88,8 +88,10 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
             raise ValueError(f"{setting} does not support this model's {what}. Set parallel.shard instead.")
     sizes = {"query heads": config.num_heads}
     sizes |= {"key-value heads" + " of some layers" * (i > 0): n for i, n in enumerate(config.kv_head_counts)}
-    if any(isinstance(layer.mlp, MLP) for layer in model.layers):
-        sizes["inner features of its feed-forward layers"] = config.intermediate_size
+    downs = (layer.mlp.down_proj for layer in model.layers if isinstance(layer.mlp, MLP))
+    dense = (getattr(down, "base_layer", down).in_features for down in downs)
+    for i, number in enumerate(dict.fromkeys(dense)):
+        sizes["inner features of its feed-forward layers" + " of some layers" * (i > 0)] = number
     for what, number in sizes.items():
         if number % num_ranks:
             raise ValueError(f"{setting} does not divide this model's {number} {what}. Set a value that does.")
