@@ -128,14 +128,19 @@ OF_MIXTURE = {name: [{"layer": {"mixture": one}} for one in values] for name, va
 OF_ROPE = {name: [{"layer": {"rope": replace(ROPE, **value)}} for value in values] for name, values in _ROPES.items()}
 OF_ROPE["head_dim"] = OF_LAYER["head_dim"]
 FACTS = {DecoderConfig: OF_DECODER, LayerConfig: OF_LAYER, MixtureConfig: OF_MIXTURE, RopeConfig: OF_ROPE}
-# Facts without a case: images are in test_image_towers.py, and each family with parts of its own is in `FAMILIES_WITH_PARTS`.
+# Facts without a case: images are in test_image_towers.py, and each family with parts of its own is in `CASES_WITH_PARTS`.
 WITHOUT_CASE = {DecoderConfig: {"vision", "parts", "own"}, LayerConfig: {"own"}}
-FAMILIES_WITH_PARTS = [name for name, family in FAMILIES.items() if family.parts != Parts()]
+CASES_WITH_PARTS = [name for name, (model_type, _) in CASES.items() if FAMILIES[model_type].parts != Parts()]
 REFUSAL = "parallel.tensor=2 does not "
 
 
-def family_settings(model_type: str) -> dict[str, Any]:
-    settings = next(settings for family, settings in CASES.values() if family == model_type)
+# The cases of Gemma 4 share keys or have odd numbers of heads.
+_EVEN_HEADS = {"num_kv_shared_layers": 0, "num_key_value_heads": 2, "num_global_key_value_heads": 2}
+
+
+def family_settings(case: str, **changes: Any) -> dict[str, Any]:
+    model_type, settings = CASES[case]
+    settings = {**settings, **changes}
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}).to_dict()
     return {"config": decoder_config(config | {"architectures": None})}
 
@@ -148,7 +153,8 @@ def all_cases() -> dict[str, dict[str, Any]]:
         for name, values in facts.items()
         for i, settings in enumerate(values)
     }
-    return of_facts | {name: family_settings(name) for name in FAMILIES_WITH_PARTS}
+    of_families = {name: family_settings(name) for name in CASES_WITH_PARTS}
+    return of_facts | of_families | {"gemma4_even_heads": family_settings("gemma4_text_experts", **_EVEN_HEADS)}
 
 
 def parts_of(model: Decoder, kind: type) -> list[Any]:
