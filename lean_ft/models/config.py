@@ -159,7 +159,6 @@ class LayerConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     has_sinks: bool = True  # if the model has them
-    values_are_keys: bool = False  # values are the key projection, before norm and rotation
     kv_from_layer: int | None = None  # the earlier layer whose keys and values this layer attends to; None: its own
     own: Any = None  # as `DecoderConfig.own`, of one layer
 

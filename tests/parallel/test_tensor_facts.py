@@ -74,7 +74,6 @@ OF_LAYER: dict[str, list[dict[str, Any]]] = {
     "head_dim": [{"layer": {"head_dim": 8, "rope": replace(ROPE, head_dim=8)}}],
     "intermediate_size": [{"layer": {"intermediate_size": 96}}, {"layer": {"intermediate_size": 97}}],
     "has_sinks": [{"attention_sinks": True, "layer": {"has_sinks": False}}],
-    "values_are_keys": [{"layer": {"values_are_keys": True}}],
     "kv_from_layer": [{"layer": {"kv_from_layer": 0}}],
 }
 _MIXTURES: dict[str, list[MixtureConfig]] = {

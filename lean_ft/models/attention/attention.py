@@ -104,12 +104,11 @@ class Attention(nn.Module):
             of_gate = query_size if config.attention_gate == "in_query" else 0
             self.q_proj = nn.Linear(hidden_size, query_size + of_gate, bias=config.qkv_bias)
             self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
-            if not layer.values_are_keys:
-                self.v_proj = nn.Linear(hidden_size, kv_size // self.head_dim * self.value_dim, bias=config.qkv_bias)
+            self.v_proj = nn.Linear(hidden_size, kv_size // self.head_dim * self.value_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * self.value_dim, hidden_size, bias=config.output_bias)
         if config.attention_gate == "own":
             self.gate_proj = nn.Linear(hidden_size, config.num_heads * self.value_dim, bias=False)
-        self.values_are_keys, self.is_kv_source = layer.values_are_keys, layer_index in config.kv_source_layers
+        self.is_kv_source = layer_index in config.kv_source_layers
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.gate, self.qk_norm = config.attention_gate, config.qk_norm
         if self.qk_norm == "centered_by_head":
@@ -156,8 +155,7 @@ class Attention(nn.Module):
             by_head = fused.unflatten(-1, (-1, 3 * self.head_dim)) if self.qkv_by_head else None
             query, key, value = fused.split(self.split_sizes, -1) if by_head is None else by_head.chunk(3, -1)
         else:
-            query, key = self.q_proj(hidden), self.k_proj(hidden)
-            value = key if self.values_are_keys else self.v_proj(hidden)
+            query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
         gate = self.gate_proj(hidden) if self.gate == "own" else None
         if self.gate == "in_query":  # each head's query is followed by its gate
             query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))

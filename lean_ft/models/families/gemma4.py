@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lean_ft.models.attention.attention import Attention
 from lean_ft.models.block import Block, LayerResult
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig, Parts
 from lean_ft.models.families.family import Family, count, number_or_null, rope_by_window
@@ -73,6 +74,25 @@ class BlockWithInput(Block):
 
 # After the feed-forward layer, before the mixture beside it, and after the mixture.
 _BESIDE_MLP = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+
+
+@dataclass(frozen=True)
+class Gemma4Layer:
+    values_are_keys: bool  # values are the key projection, before norm and rotation
+
+
+class Gemma4Attention(Attention):
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
+        super().__init__(config, layer_index)
+        self.values_are_keys: bool = config.layers[layer_index].own.values_are_keys
+        if self.values_are_keys:
+            del self.v_proj
+
+    def projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        if not self.values_are_keys:
+            return super().projected(hidden)
+        query, key = self.q_proj(hidden), self.k_proj(hidden)
+        return query, key, key, None
 
 
 class Gemma4Block(BlockWithInput):
@@ -162,9 +182,9 @@ def _gemma4_layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer
         if fields.flag("attention_k_eq_v") and fields.get("num_global_key_value_heads") is not None:
             facts["num_kv_heads"] = fields.count("num_global_key_value_heads")
     facts["kv_from_layer"] = kv_from_layer(fields, is_windowed, layer)
-    if facts["kv_from_layer"] is None:
-        facts["values_are_keys"] = fields.flag("attention_k_eq_v") and not is_windowed[layer]
-    elif fields.flag("use_double_wide_mlp"):
+    are_keys = facts["kv_from_layer"] is None and fields.flag("attention_k_eq_v") and not is_windowed[layer]
+    facts["own"] = Gemma4Layer(values_are_keys=are_keys)
+    if facts["kv_from_layer"] is not None and fields.flag("use_double_wide_mlp"):
         facts["intermediate_size"] = 2 * fields.count("intermediate_size")
     return facts
 
@@ -194,7 +214,9 @@ _GEMMA_4 = Family(
         **GEMMA_FACTS, "norm_weight_offset": 0.0, "norm_placement": "both", "qk_norm": "head", "value_norm": True,
         "attention_scale": 1.0, "logits_softcap": number_or_null("final_logit_softcapping"),
     },
-    parts=Parts(trunk=TrunkWithInputs, block=Gemma4Block, router=NormedRouter, splits=True),
+    parts=Parts(
+        trunk=TrunkWithInputs, block=Gemma4Block, attention=Gemma4Attention, router=NormedRouter, splits=True,
+    ),
     own=lambda fields: LayerInputs(0, 0),
     has_window=_all_but_every_sixth_and_the_last, reads_layer_types=True, layer_facts=_gemma4_layer_facts,
     rope=rope_by_window,
