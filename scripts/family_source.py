@@ -11,13 +11,14 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+from lean_ft.models.config import Parts
 from lean_ft.models.families import FAMILIES, Family
 from lean_ft.models.families.older import spelled
 from lean_ft.system.config_fields import ConfigFields
 from scripts.make_models_page import published
 
 ROOT = Path(__file__).resolve().parent.parent
-# The files of rows; each imports only from earlier ones.
+# The files of rows; each imports only from earlier ones. Those of one family are last.
 FILES = (
     "family",
     "dense",
@@ -29,10 +30,11 @@ FILES = (
     "latent",
     "unusual_attention",
 )
-MODULES = {file: import_module(f"lean_ft.models.families.{file}") for file in (*FILES, "hybrids", "mamba")}
+FILES += ("hybrids", "mamba", "gemma4", "gemma3n", "llama4", "nanochat", "phimoe", "falcon_h1", "mimo_v2_flash")
+MODULES = {file: import_module(f"lean_ft.models.families.{file}") for file in FILES}
 # Fields of a row that the search takes whole from another row.
 WHOLE_FIELDS = ("has_window", "rope", "layer_facts", "reads_layer_types", "activation_field", "activations")
-WHOLE_FIELDS += ("norm_eps_field", "has_mixture", "mixture")
+WHOLE_FIELDS += ("norm_eps_field", "has_mixture", "mixture", "parts", "own")
 MADE: dict[Callable[..., Any], str] = {}  # the source of functions that the search makes
 
 
@@ -59,7 +61,7 @@ def text(value: Any) -> str:
         kind, *given = reader_of(value)
         kind = {"positive": "number", "positive_or_null": "number_or_null"}.get(kind, kind)
         return f"{kind}({', '.join(given)})"
-    if not callable(value) and not isinstance(value, dict):
+    if not callable(value) and not isinstance(value, dict | Parts):
         return repr(value).replace("'", '"')
     if callable(value) and value in MADE:
         return MADE[value]

@@ -32,7 +32,7 @@ from lean_ft.gguf.header import gguf_package
 from lean_ft.gguf.names import all_tensors, by_side, layout_of, ropes, store
 from lean_ft.gguf.quantize import FORMATS, Mix, check_importance, num_bytes, read_imatrix
 from lean_ft.gguf.splitting import APPROXIMATED
-from lean_ft.gguf.wholes import remark_about_images
+from lean_ft.gguf.wholes import remark_about_images, row_of
 from lean_ft.gguf.write import GGUF_KINDS, gguf_family, model_metadata, write_gguf
 from lean_ft.models import Decoder, empty_model, load_model
 from lean_ft.models.config_json import kind_of_scores
@@ -125,8 +125,8 @@ def export_gguf(
         details += (
             "\nllama.cpp computes GELU with tanh and this model does not, so its log-probabilities differ slightly."
         )
-    if any(layer.gate_sparsity for layer in model.config.layers):
-        details += "\nllama.cpp divides the squares of I gates by I - 1 and this model by I, so its log-probabilities differ slightly."
+    if difference := row_of(model).differs(model.config):
+        details += f"\n{difference}, so its log-probabilities differ slightly."
     details += lost_drafting(model.source) + _remark_about_images(model, folder, kind)
     return Exported(folder, destination, details, merged)
 
@@ -219,7 +219,7 @@ def _by_expert(model: Decoder, name: str, a: Tensor, b: Tensor) -> tuple[Tensor,
     """Return (E, R, I) and (E, O, R) of a stack's factors (E * R, I) and (O, R * E)."""
     experts = model.get_submodule(name.rpartition(".")[0])
     assert isinstance(experts, Experts)
-    if experts.config.input_first or experts.config.input_first_in_adapters:
+    if experts.config.input_first or experts.input_first_in_adapters:
         raise ValueError(f"{name} is stored transposed, which --adapter with --gguf does not support. {_MERGE}")
     num_experts = experts.config.num_experts
     return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)

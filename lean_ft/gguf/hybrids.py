@@ -135,8 +135,8 @@ def _falcon_projection(config: "DecoderConfig") -> StoredAs:
     """Multiply the rows of gates, values, keys, queries and steps."""
     mixer = mixer_of(config)
     values, keys = mixer.num_heads * mixer.value_dim, mixer.num_key_heads * mixer.key_dim
-    rows = zip((values, values, keys, keys, mixer.num_heads), mixer.multipliers, strict=True)
-    return StoredAs(scaled(*(x for size, factor in rows for x in (size, factor * mixer.in_multiplier))))
+    rows = zip((values, values, keys, keys, mixer.num_heads), config.own.multipliers, strict=True)
+    return StoredAs(scaled(*(x for size, factor in rows for x in (size, factor * config.own.in_multiplier))))
 
 
 def _falcon_embedding(config: "DecoderConfig") -> StoredAs:
@@ -147,7 +147,7 @@ def _falcon_embedding(config: "DecoderConfig") -> StoredAs:
 
 
 def _falcon_key_factor(config: "DecoderConfig") -> float:
-    return config.attention_multipliers[0] * (config.attention_scale or 0.0) * config.head_dim**0.5
+    return config.own.attention_multipliers[0] * (config.attention_scale or 0.0) * config.head_dim**0.5
 
 
 def _falcon_config(facts: Facts) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _gemma4_metadata(model: "Decoder") -> dict[str, Any]:
     full, windowed = sizes.get(False, config.head_dim), sizes.get(True, config.head_dim)
     return {
         "attention.shared_kv_layers": sum(layer.kv_from_layer is not None for layer in config.layers),
-        "embedding_length_per_layer_input": config.layer_input_dim,
+        "embedding_length_per_layer_input": config.own.layer_input_dim,
         **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), full),
         **dict.fromkeys(
             ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), windowed
@@ -216,8 +216,7 @@ _PROJECTIONS = "altup_projections", "altup_unembed_projections"
 
 
 def _gemma3n_metadata(model: "Decoder") -> dict[str, Any]:
-    streams, cutoffs = model.config.streams, [layer.gate_sparsity for layer in model.config.layers]
-    assert streams is not None
+    streams, cutoffs = model.config.own.streams, [layer.own.gate_sparsity for layer in model.config.layers]
     return {
         **_gemma4_metadata(model),
         "altup.active_idx": streams.active,
@@ -236,6 +235,11 @@ def _gemma3n_config(facts: Facts) -> dict[str, Any]:
         "activation_sparsity_pattern": [0.95 if i < 10 else 0.0 for i in range(facts.num_layers)],
         "vocab_size_per_layer_input": facts.num_rows("token_embd.weight"),
     }
+
+
+def _cutoff_differs(config: "DecoderConfig") -> str:
+    has_cutoff = any(layer.own.gate_sparsity for layer in config.layers)
+    return "llama.cpp divides the squares of I gates by I - 1 and this model by I" if has_cutoff else ""
 
 
 def _gemma3n_unused(config: "DecoderConfig") -> dict[str, tuple[int, ...]]:
@@ -303,10 +307,10 @@ _GEMMA3N = GGUFFamily(
     "gemma3n", "Gemma3n",
     changes={
         "correct_output_scale": renamed("correct_output_scale.weight"),
-        "embed_tokens_per_layer": lambda config: StoredAs((("rows", config.vocab_size),) * (config.layer_input_vocab_size != config.vocab_size)),
+        "embed_tokens_per_layer": lambda config: StoredAs((("rows", config.vocab_size),) * (config.own.layer_input_vocab_size != config.vocab_size)),
         **{f"{name}.{i}": StoredAs((("part", i),), (name,)) for name in _PROJECTIONS for i in range(3)},
     },
-    metadata=_gemma3n_metadata, config=_gemma3n_config, unused=_gemma3n_unused, windows=always, period=5, scaled_windows=False,
+    differs=_cutoff_differs, metadata=_gemma3n_metadata, config=_gemma3n_config, unused=_gemma3n_unused, windows=always, period=5, scaled_windows=False,
     scalings=frozenset({"default", "linear"}),
     not_stored=frozenset({"coefficient_limit", "layer_input_vocab_size"}),  # of training; rows are added
     no_adapter=frozenset({*_PROJECTIONS, "modality_router", "per_layer_model_projection", "embed_tokens_per_layer"}),
@@ -353,12 +357,12 @@ HYBRIDS = {
         changes={
             **_MAMBA, "model.embed_tokens": _falcon_embedding,
             "lm_head": times(lambda config: 1.0 / config.logits_divisor),
-            "q_proj": times(lambda config: config.attention_multipliers[0]), "k_proj": times(_falcon_key_factor),
-            "v_proj": times(lambda config: config.attention_multipliers[0]),
-            "o_proj": times(lambda config: config.attention_multipliers[1]),
-            "mlp.gate_proj": times(lambda config: config.mlp_multipliers[0]),
-            "mlp.down_proj": times(lambda config: config.mlp_multipliers[1]),
-            "mamba.in_proj": _falcon_projection, "mamba.out_proj": times(lambda config: mixer_of(config).out_multiplier),
+            "q_proj": times(lambda config: config.own.attention_multipliers[0]), "k_proj": times(_falcon_key_factor),
+            "v_proj": times(lambda config: config.own.attention_multipliers[0]),
+            "o_proj": times(lambda config: config.own.attention_multipliers[1]),
+            "mlp.gate_proj": times(lambda config: config.own.mlp_multipliers[0]),
+            "mlp.down_proj": times(lambda config: config.own.mlp_multipliers[1]),
+            "mamba.in_proj": _falcon_projection, "mamba.out_proj": times(lambda config: config.own.out_multiplier),
         },
         fields=_MAMBA_FIELDS, config=_falcon_config, no_adapter=frozenset({"model.embed_tokens"}),
         not_stored=frozenset({  # the weights have the multipliers

@@ -42,7 +42,7 @@ def architecture_metadata(model: "Decoder", family: GGUFFamily) -> dict[str, Any
             config.num_kv_heads_of(i) * layer.has_attention for i, layer in enumerate(config.layers)
         ),
         "attention.key_length": config.head_dim,
-        "attention.value_length": config.value_dim or config.head_dim,
+        "attention.value_length": config.head_dim,
         f"attention.layer_norm_{'' if config.norm_centered else 'rms_'}epsilon": float(config.norm_eps),
         "rope.dimension_count": int(config.head_dim * rope.rotary_fraction),
         "rope.freq_base": float(rope.theta),

@@ -71,6 +71,8 @@ class GGUFFamily(NamedTuple):
     """Parts of the names of weights without adapters: llama.cpp ignores them there, or a change does more than reorder rows."""
     unused: Callable[["DecoderConfig"], Mapping[str, tuple[int, ...]]] = lambda config: {}
     """The shapes of tensors that llama.cpp expects in a file and ignores. They are 0."""
+    differs: Callable[["DecoderConfig"], str] = lambda config: ""
+    """What llama.cpp computes slightly differently, for the export's report; empty if nothing."""
     architecture_of: Callable[["DecoderConfig"], str] | None = None
     """The architecture, if it depends on the configuration."""
 
@@ -88,6 +90,11 @@ def _gemma_config(facts: Facts) -> dict[str, Any]:
     hidden, heads = facts.count("embedding_length"), facts.count("attention.head_count", least=1)
     scale = hidden // heads if is_largest else facts.count("attention.key_length", hidden // heads)
     return {"query_pre_attn_scalar": scale}
+
+
+def _mimo_metadata(model: "Decoder") -> dict[str, Any]:
+    own = model.config.own
+    return {"attention.value_length": own.value_dim, "attention.value_scale": float(own.value_multiplier)}
 
 
 def _xielu(model: "Decoder") -> dict[str, Any]:
@@ -396,7 +403,7 @@ MIXTURES = {
         fields=_experts("n_routed_experts") | SCORE | {
             "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.value_length": "v_head_dim",
         },
-        metadata=lambda model: {"attention.value_scale": float(model.config.value_multiplier)}, tied=False, windows=always,
+        metadata=_mimo_metadata, tied=False, windows=always,
         scaled_windows=False, scalings=frozenset({"default", "linear"}),
     ),
 }

@@ -83,11 +83,13 @@ def _facts_of(part: Any, place: str, not_stored: frozenset[str]) -> Iterator[tup
     in_divisors = _IN_DIVISORS if getattr(part, "scaling", None) in ("llama3", "longrope") else set[str]()
     for field in fields(part):
         value, name = getattr(part, field.name), f"{field.name}{place}"
+        if field.name == "parts":
+            continue  # follow from the family
         if field.name == "layers":
             for i, layer in enumerate(value):
                 yield from _facts_of(layer, f" of layer {i}", not_stored)
         elif is_dataclass(value):
-            yield from _facts_of(value, f" of the {name}", not_stored)
+            yield from _facts_of(value, place if field.name == "own" else f" of the {name}", not_stored)
         elif field.name not in not_stored | _WITHOUT_EFFECT | in_divisors:
             yield name, value
 

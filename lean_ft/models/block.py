@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from lean_ft.models.attention.attention import Attention, AttentionToShared, KeysAndValues, Sight
 from lean_ft.models.attention.latent_attention import LatentAttention
 from lean_ft.models.cache import LayerCache, StateCache
-from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, Mamba2Config, ShortConvolutionConfig
-from lean_ft.models.layers import MLP, gated, residual_norm
+from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, LayerConfig, Mamba2Config, ShortConvolutionConfig
+from lean_ft.models.layers import MLP, residual_norm
 from lean_ft.models.moe import MixtureOfExperts
-from lean_ft.models.residual_streams import LowRankBranch, ResidualStreams
 from lean_ft.models.state.convolution import ShortConvolution
 from lean_ft.models.state.delta_rule import GatedDeltaRule
 from lean_ft.models.state.mamba2 import Mamba2
@@ -29,9 +28,6 @@ _NORMS = {
     "parallel": (_IN, None, None, None),
     "parallel_normed": (_IN, None, _MIDDLE, None),
 }
-# With a mixture of experts beside a feed-forward layer: after the latter, before the mixture and after it.
-_BESIDE_MLP = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
-
 _ATTENTION = "self_attn"
 # Other token mixers: the module's name in Hugging Face's format, and the module.
 _MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
@@ -40,51 +36,53 @@ _MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
     Mamba2Config: ("mamba", Mamba2),
 }
 
+# Hidden states (B, T, D), router logits and choices of a mixture, and keys and values for other layers.
+LayerResult = tuple[Tensor, tuple[Tensor, ...] | None, KeysAndValues | None]
+
 
 class Block(nn.Module):
     """One layer: token mixers (attention, a recurrent mixer or both) and a feed-forward layer, added to the residual stream.
-    In some families a layer has only one of the two."""
+    In some families a layer has only one of the two.
+
+    A family with another layer overrides a step: `mixed`, `joined`, `fed`, or their modules, `add_mixers`, `add_feed_forward` and
+    `add_others`. The order of the modules is that of a new model's random numbers.
+    """
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
-        self.initial = {"layer_scalar": 1.0}
         self.norms, self.is_parallel = _NORMS[config.norm_placement], config.norm_placement.startswith("parallel")
         self.residual_multiplier = config.residual_multiplier
-        self.attention_multipliers = config.attention_multipliers
-        layer, self.mixer_names = config.layers[layer_index], []
+        self.mixer_names: list[str] = []
+        self.mlp: nn.Module | None = None
+        layer = config.layers[layer_index]
+        self.add_mixers(config, layer_index)
+        self.add_feed_forward(config, layer)
+        self.add_others(config, layer)
+        of_mixers, of_mlp = self.norms[:2], self.norms[2:]
+        for name in (*(of_mixers if self.mixer_names else ()), *(of_mlp if layer.has_mlp else ())):
+            if name is not None:
+                self.add_module(name, residual_norm(config))
+
+    def add_mixers(self, config: DecoderConfig, layer_index: int) -> None:
+        layer, parts = config.layers[layer_index], config.parts
         if layer.has_attention:
-            attention = Attention if config.latent is None else LatentAttention
+            attention = parts.attention or (Attention if config.latent is None else LatentAttention)
             attention = attention if layer.kv_from_layer is None else AttentionToShared
             self.add_module(_ATTENTION, attention(config, layer_index))
             self.mixer_names.append(_ATTENTION)
         if layer.mixer is not None:
             name, mixer = _MIXERS[type(layer.mixer)]
-            self.add_module(name, mixer(config, layer_index))
+            self.add_module(name, (parts.mixer or mixer)(config, layer_index))
             self.mixer_names.append(name)
-        self.mlp = self.mixture = None
-        mixture = None if layer.mixture is None else MixtureOfExperts(config.hidden_size, layer.mixture)
-        if mixture is not None and mixture.config.beside_mlp:
-            self.mixture = mixture
-            for name in _BESIDE_MLP:
-                self.add_module(name, residual_norm(config))
-        elif mixture is not None:
-            self.mlp = mixture
-        if self.mlp is None and layer.has_mlp:
-            inner, kind = layer.intermediate_size or config.intermediate_size, (config.activation, config.gated)
-            others = config.fused_gate_up, config.mlp_multipliers, layer.gate_sparsity
-            self.mlp = MLP(config.hidden_size, inner, config.mlp_bias, *kind, *others)
-        self.altup = None if config.streams is None else ResidualStreams(config)
-        self.laurel = LowRankBranch(config) if config.branch_rank else None
-        self.activation, self.has_input = config.activation, config.layer_input_dim > 0
-        if self.has_input:
-            self.per_layer_input_gate = nn.Linear(config.hidden_size, config.layer_input_dim, bias=False)
-            self.per_layer_projection = nn.Linear(config.layer_input_dim, config.hidden_size, bias=False)
-            self.post_per_layer_input_norm = residual_norm(config)
-        self.layer_scalar = nn.Buffer(torch.ones(1)) if config.layer_scalars else None
-        of_mixers, of_mlp = self.norms[:2], self.norms[2:]
-        for name in (*(of_mixers if self.mixer_names else ()), *(of_mlp if layer.has_mlp else ())):
-            if name is not None:
-                self.add_module(name, residual_norm(config))
+
+    def add_feed_forward(self, config: DecoderConfig, layer: LayerConfig) -> None:
+        if layer.mixture is not None:
+            self.mlp = MixtureOfExperts.of(config, layer.mixture)
+        elif layer.has_mlp:
+            self.mlp = (config.parts.mlp or MLP).of(config, layer)
+
+    def add_others(self, config: DecoderConfig, layer: LayerConfig) -> None:
+        """Modules beside those of all families."""
 
     def forward(
         self,
@@ -95,69 +93,56 @@ class Block(nn.Module):
         cache: tuple[LayerCache | None, StateCache | None] = (None, None),
         sight: Sight | None = None,
         shared: KeysAndValues | None = None,
-        layer_input: Tensor | None = None,
         recorded: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...] | None, KeysAndValues | None]:
-        """Compute hidden states (B, T, D) from `hidden` (B, T, D); both are (B, T, S, D) with several residual streams.
+    ) -> LayerResult:
+        """Compute hidden states (B, T, D) from `hidden` (B, T, D).
 
         cos and sin: (B or 1, T, rotated features), or None. shared: keys and values of an earlier layer that this layer
-        attends to. layer_input: (B, T, inputs). recorded: (B, T, K) experts, as in `Router.choose`.
+        attends to. recorded: (B, T, K) experts, as in `Router.choose`.
 
-        With a mixture of experts, or if other layers use this layer's keys and values, returns (hidden states, router logits
-        (B * T, experts) and chosen experts (B * T, K) or None, keys and values or None). These are results rather than
-        attributes, so that compilation and checkpointing handle them.
+        Returns (hidden states, router logits (B * T, experts) and chosen experts (B * T, K) of a mixture, keys and values if other
+        layers use them). These are results rather than attributes, so that compilation and checkpointing handle them.
         """
-        into_attention, out_of_attention, into_mlp, out_of_mlp = self.norms
-        given = beside = None
-        routes: tuple[Tensor, ...] | None = None
-        predicted = hidden if self.altup is None else self.altup.predict(hidden)
-        hidden = predicted if self.altup is None else predicted[..., self.altup.active, :]
+        into_mixers, out_of_mixers, into_mlp, out_of_mlp = self.norms
+        kept = read = routes = None
         if self.mixer_names:
-            normed = self._normed(into_attention, hidden)
-            beside = self._normed(into_mlp, normed if into_mlp is None else hidden) if self.is_parallel else None
-            added, given = self._mixed(normed, (cos, sin, cu_seqlens), cache, sight, shared)
-            hidden = torch.add(hidden, self._normed(out_of_attention, added), alpha=self.residual_multiplier)
-            hidden = hidden if self.laurel is None else (hidden + self.laurel(normed)) / 2**0.5
+            normed = self.normed(into_mixers, hidden)
+            if self.is_parallel:
+                read = self.normed(into_mlp, normed if into_mlp is None else hidden)
+            added, kept = self.mixed(normed, (cos, sin, cu_seqlens), cache, sight, shared)
+            hidden = self.joined(hidden, normed, self.normed(out_of_mixers, added))
         if self.mlp is not None:
-            read = self._normed(into_mlp, hidden) if beside is None else beside
-            added = self.mlp(read) if recorded is None or self.mixture is not None else self.mlp(read, read, recorded)
-            if isinstance(added, tuple):
-                added, routes = added[0], added[1:]
-            if self.mixture is not None:
-                after_mlp, before_experts, after_experts = _BESIDE_MLP
-                others = () if recorded is None else (recorded,)
-                mixed, *decided = self.mixture(self._normed(before_experts, hidden), hidden, *others)
-                routes = tuple(decided)
-                added = self._normed(after_mlp, added) + self._normed(after_experts, mixed)
-            hidden = torch.add(hidden, self._normed(out_of_mlp, added), alpha=self.residual_multiplier)
-        hidden = hidden if self.altup is None else self.altup.correct(predicted, hidden)
-        if self.has_input:
-            assert layer_input is not None
-            read = hidden if self.altup is None else self.altup.read(hidden)
-            inner = gated(self.per_layer_input_gate(read), layer_input, self.activation)
-            added = self.post_per_layer_input_norm(self.per_layer_projection(inner))
-            hidden = hidden + added if self.altup is None else self.altup.add(hidden, added)
-        if self.layer_scalar is not None:
-            hidden = hidden * self.layer_scalar
-        return hidden if routes is None and given is None else (hidden, routes, given)
+            read = self.normed(into_mlp, hidden) if read is None else read
+            added, routes = self.fed(read, hidden, recorded)
+            hidden = torch.add(hidden, self.normed(out_of_mlp, added), alpha=self.residual_multiplier)
+        return hidden, routes, kept
 
-    def _mixed(
+    def mixed(
         self, normed: Tensor, context: Any, cache: Any, sight: Sight | None, shared: KeysAndValues | None
     ) -> tuple[Tensor, KeysAndValues | None]:
-        """The sum of the token mixers' outputs, and keys and values for other layers."""
-        parts, given = [], None
+        """The sum (B, T, D) of the token mixers' outputs, and keys and values for other layers."""
+        parts, kept = [], None
         for name in self.mixer_names:
             mixer = getattr(self, name)
             if name != _ATTENTION:
                 parts.append(mixer(normed, *context, cache[1], sight))
                 continue
-            into, out_of = self.attention_multipliers
             others = {} if shared is None else {"shared": shared}
-            attended = mixer(normed if into == 1.0 else normed * into, *context, cache[0], sight, **others)
+            attended = mixer(normed, *context, cache[0], sight, **others)
             if isinstance(attended, tuple):
-                attended, given = attended
-            parts.append(attended if out_of == 1.0 else attended * out_of)
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1], given
+                attended, kept = attended
+            parts.append(attended)
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1], kept
 
-    def _normed(self, name: str | None, x: Tensor) -> Tensor:
+    def joined(self, hidden: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:
+        """The residual stream (B, T, D) after the token mixers, whose input was `normed` and whose output, normed, is `mixed`."""
+        return torch.add(hidden, mixed, alpha=self.residual_multiplier)
+
+    def fed(self, read: Tensor, hidden: Tensor, recorded: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """The feed-forward layer's output (B, T, D) and a mixture's choices. Its input is `read`, the normed `hidden`."""
+        assert self.mlp is not None
+        output = self.mlp(read) if recorded is None else self.mlp(read, read, recorded)
+        return (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+
+    def normed(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else getattr(self, name)(x)

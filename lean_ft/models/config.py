@@ -1,15 +1,48 @@
-"""Decoder configuration: every fact in which model families differ, named by its effect."""
+"""Decoder configuration: the facts in which several model families differ, named by their effects, and the parts of one family."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.vision.config import VisionConfig
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lean_ft.models.attention.attention import Attention
+    from lean_ft.models.block import Block
+    from lean_ft.models.layers import MLP
+    from lean_ft.models.moe import Experts
+    from lean_ft.models.rope import RotaryEmbedding
+    from lean_ft.models.state.state_mixer import StateMixer
+    from lean_ft.models.trunk import Trunk
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Modules of one family, in its file, that take the place of the usual modules. None: the usual module.
+
+    Each has the parameter names of the module that it replaces, and its own: compilation, sharding, adapters and files see one
+    decoder. It reads the facts of its family from `own` of `DecoderConfig` and `LayerConfig`.
+    """
+
+    trunk: type["Trunk"] | None = None
+    block: type["Block"] | None = None
+    attention: type["Attention"] | None = None
+    mlp: type["MLP"] | None = None
+    mixer: type["StateMixer"] | None = None
+    router: Callable[["DecoderConfig", "MixtureConfig"], "nn.Module"] | None = None
+    experts: type["Experts"] | None = None
+    rotary: type["RotaryEmbedding"] | None = None
+    in_float32: tuple[str, ...] = ()  # ends of the names of tensors that are in float32, whatever the model's dtype
+    # Whether they compute the same on a rank that has some of the heads and inner features (`parallel.tensor`).
+    splits: bool = False
+
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """A mixture of experts, instead of a feed-forward layer or next to it."""
+    """A mixture of experts, usually instead of a feed-forward layer."""
 
     num_experts: int
     experts_per_token: int
@@ -19,7 +52,6 @@ class MixtureConfig:
     router_bias: bool = False
     expert_bias: bool = False
     input_first: bool = False  # projections are (D, 2 * I) and (I, D), not (2 * I, D) and (D, I)
-    peft_expects_input_first: bool = True  # PEFT knows of `input_first`; if False, it reads inputs as outputs
     gates_interleaved: bool = False  # gate and up features alternate; False: all gates first
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
     gated: bool = True  # False: experts have an up projection alone
@@ -32,29 +64,14 @@ class MixtureConfig:
     shared_gate: bool = False  # the shared expert's output is multiplied by the sigmoid of a linear layer
     score: Literal["softmax", "sigmoid"] = "softmax"  # turns the router's logits into weights
     has_score_correction: bool = False  # a bias per expert takes part in the choice of experts, not in their weights
-    corrects_logits: bool = False  # this bias is added to the router's logits, not to their softmax or sigmoids
-    correction_is_row: bool = False  # this bias is stored as (1, E), not (E,)
     num_groups: int = 1  # groups of experts; a token chooses groups first, and experts from them
     groups_per_token: int = 1
     scores_per_group: int = 2  # a group's score is the sum of this many best scores of its experts
-    # Experts are chosen one at a time. Each weight is a softmax over the remaining experts whose scores are below the best by
-    # at most this relative margin. None: all experts are chosen at once.
-    sparsemixer_margin: float | None = None
-    # Added to the sum of a token's weights that divides them, unless a softmax normalizes them.
-    weights_sum_offset: float = 1e-20
     weights_factor: float = 1.0  # multiplies a token's weights
     scales_input: bool = False  # weights multiply the experts' inputs, not their outputs
     router_in_float32: bool = False  # the router computes in float32 and keeps its correction in float32
     router_weight_in_float32: bool = False  # the router's weight is in float32 too, whatever the model's dtype
-    # The router's input is RMS-normed with this epsilon and scaled per feature, and weights are scaled per expert. None: the
-    # router is a plain linear layer.
-    router_norm_eps: float | None = None
-    beside_mlp: bool = False  # added to a dense feed-forward layer, each between its own norms; False: replaces it
     router_aux_loss_coef: float = 0.0  # the default weight of `load_balancing_loss` in training
-
-    @property
-    def input_first_in_adapters(self) -> bool:
-        return self.input_first and self.peft_expects_input_first
 
     @property
     def in_float32(self) -> tuple[str, ...]:
@@ -120,23 +137,10 @@ class Mamba2Config(StateConfig):
     out_bias: bool
     norm: Literal["before_gate", "after_gate"] | None  # where the state's output is normed
     step_limits: tuple[float, float]  # a token's step is clamped to these
-    in_multiplier: float = 1.0
-    multipliers: tuple[float, ...] = (1.0,) * 5  # of the projected gates, values, keys, queries and steps
-    out_multiplier: float = 1.0
 
 
 # Each has a convolution of `num_channels` and `num_taps`, and a state of `state_shape` per row or none.
 MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
-
-
-@dataclass(frozen=True)
-class StreamsConfig:
-    """Several residual streams, of which each layer computes one and predicts the others."""
-
-    number: int
-    active: int  # the stream that layers compute
-    coefficient_limit: float | None  # coefficients are clamped to this from both sides in training
-    scales_input: bool  # the gates of per-layer inputs read the active stream times a trained vector
 
 
 @dataclass(frozen=True)
@@ -154,11 +158,9 @@ class LayerConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
-    gate_sparsity: float = 0.0  # share of the gates that a cutoff, from their mean and deviation, sets to 0
     has_sinks: bool = True  # if the model has them
-    unit_qk: bool = False  # each head's rotated queries and keys are RMS-normed without a weight
-    values_are_keys: bool = False  # values are the key projection, before norm and rotation
     kv_from_layer: int | None = None  # the earlier layer whose keys and values this layer attends to; None: its own
+    own: Any = None  # as `DecoderConfig.own`, of one layer
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,6 @@ class DecoderConfig:
     fused_gate_up: bool = False  # one matrix for gate and up
     activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu", "relu2"] = "silu"
     gated: bool = True  # False: dense feed-forward layers have an up projection alone
-    mlp_multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation, and of the output
 
     # Norm of queries and keys: an RMSNorm per head before or after rotation, or over all heads at once. Or a LayerNorm per head
     # before rotation, with one weight and bias for all heads, or a weight for each head.
@@ -207,29 +208,20 @@ class DecoderConfig:
     # have their own projection ("own").
     attention_gate: Literal["in_query", "own"] | None = None
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
-    value_dim: int | None = None  # features of a head's values, at most `head_dim`; None: `head_dim`
-    value_multiplier: float = 1.0
-    sinks_in_float32: bool = False  # these logits are in float32, whatever the model's dtype
-    attention_multipliers: tuple[float, float] = (1.0, 1.0)  # of the input and of the output
 
     # The first position's row in a learned embedding of positions, which is added to the tokens'; None: there is none.
     position_row: int | None = None
     embedding_multiplier: float = 1.0
-    embedding_norm: bool = False  # the last norm also norms the embeddings
     embedding_multiplier_in_weight_dtype: bool = False  # the multiplier is rounded to the weights' dtype first
     residual_multiplier: float = 1.0  # of the outputs of attention and feed-forward
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # logits become cap * tanh(logit / cap)
-    layer_input_dim: int = 0  # features of a per-layer token embedding, added after the feed-forward layer; 0: none
-    layer_input_vocab_size: int = 0  # of this embedding
-    layer_scalars: bool = False  # each layer's output is multiplied by a stored number that is not trained
-    streams: StreamsConfig | None = None  # None: one residual stream
-    branch_rank: int = 0  # of a low-rank branch beside attention; their sum is divided by sqrt(2); 0: none
     head_bias: bool = False  # the output layer has a bias
     vision: VisionConfig | None = None  # None: the model does not read images
-    num_scores: int = (
-        0  # a reward model or classifier: scores per position that the output layer returns instead of logits
-    )
+    # A reward model or classifier: scores per position that the output layer returns instead of logits.
+    num_scores: int = 0
+    parts: Parts = Parts()
+    own: Any = None  # the facts of one family, a frozen dataclass in its file, for `parts` alone
 
     def sees_images(self, layer: int) -> bool:
         """Whether the tokens of an image see each other in a layer, also later ones."""
@@ -248,7 +240,7 @@ class DecoderConfig:
     @property
     def in_float32(self) -> tuple[str, ...]:
         """Name suffixes of tensors that stay in float32, whatever the model's dtype."""
-        return (*(self.mixture.in_float32 if self.mixture else ()), *((".sinks",) if self.sinks_in_float32 else ()))
+        return (*(self.mixture.in_float32 if self.mixture else ()), *self.parts.in_float32)
 
     @property
     def choices_of_mixtures(self) -> list[int]:

@@ -301,7 +301,8 @@ def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> De
         "norm_eps": fields.positive(family.norm_eps_field),
         "activation": _activation(fields, family),
     }
-    decoder = DecoderConfig(**facts | _facts(family.facts, fields))
+    own = None if family.own is None else family.own(fields)
+    decoder = DecoderConfig(**facts | _facts(family.facts, fields), parts=family.parts, own=own)
     for num_kv_heads in decoder.kv_head_counts:
         if decoder.num_heads % num_kv_heads:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""One decoder for all families; the differences between families are facts of `DecoderConfig`.
+"""One decoder for all families. Several families' differences are facts of `DecoderConfig`, one family's are its `parts`.
 
 Parameter names and the rotary convention follow Hugging Face, so loading and saving rename little. As in transformers, norm
 statistics and rotary angles are computed in float32, whatever the dtype of the weights.
@@ -14,47 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.images.batch import Images
-from lean_ft.models.attention.attention import Sight
-from lean_ft.models.block import Block
+from lean_ft.models.attention.attention import KeysAndValues, Sight
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.few_rows import few_rows_linear
-from lean_ft.models.layers import RMSNorm, residual_norm
-from lean_ft.models.positions import lengths_of_documents, position_rows, positions_of
-from lean_ft.models.residual_streams import mean_of_streams, streams_of
+from lean_ft.models.positions import lengths_of_documents, positions_of
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 from lean_ft.models.routing import Routes, RoutingStatistics
 from lean_ft.models.source import Sharding, Source
+from lean_ft.models.trunk import Trunk
 from lean_ft.models.vision.places import on_axes, sight_of_images
 from lean_ft.models.vision.tower import VisionTower
 
 # Losses see the bias of an output layer as a column of its weight, followed by zero columns up to this number.
 _BIAS_COLUMNS = 8
-
-
-class Trunk(nn.Module):
-    """Everything before the output layer, as a module named `model` as in Hugging Face's format."""
-
-    altup_projections: nn.ModuleList  # of the embeddings to the other residual streams
-    altup_unembed_projections: nn.ModuleList  # and of these streams
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.position_row is not None:
-            self.embed_positions = nn.Embedding(config.position_row + config.max_positions, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = residual_norm(config)
-        if config.streams is not None:
-            for name in ("altup_projections", "altup_unembed_projections"):
-                sizes = [(config.hidden_size,) * 2] * (config.streams.number - 1)
-                self.add_module(name, nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes))
-        if dim := config.layer_input_dim:
-            # The row of tokens that are images or have no row is not trained, as in transformers.
-            pad_id = 0 if config.layer_input_vocab_size < config.vocab_size else config.vision and config.vision.pad_id
-            self.embed_tokens_per_layer = nn.Embedding(config.layer_input_vocab_size, config.num_layers * dim, pad_id)
-            self.per_layer_model_projection = nn.Linear(config.hidden_size, config.num_layers * dim, bias=False)
-            self.per_layer_projection_norm = RMSNorm(dim, config.norm_eps, config.norm_weight_offset)
 
 
 class Decoder(nn.Module):
@@ -67,7 +40,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Trunk(config)
+        self.model = (config.parts.trunk or Trunk)(config)
         self.vision = None if config.vision is None else VisionTower(config.vision)
         self.lm_head: nn.Linear | None = None
         self.score: nn.Linear | None = None
@@ -76,7 +49,7 @@ class Decoder(nn.Module):
         elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
-        self.rotary = {rope: RotaryEmbedding(rope, rope.head_dim or config.head_dim) for rope in ropes}
+        self.rotary = {rope: (config.parts.rotary or RotaryEmbedding).of(config, rope) for rope in ropes}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
         self.source, self.sharding = Source(), Sharding()
         self.mixture = config.mixture
@@ -224,10 +197,7 @@ class Decoder(nn.Module):
         routes: Routes,
     ) -> Tensor:
         """Hidden states of the width of `output_weight`."""
-        hidden = self._scaled(self.model.embed_tokens(input_ids), self.config.embedding_multiplier)
-        if self.config.position_row is not None:
-            hidden = hidden + self.model.embed_positions(position_rows(positions, self.config))
-        hidden = self.model.norm(hidden) if self.config.embedding_norm else hidden
+        hidden = self.model.embedded(input_ids, positions)
         deep, wider, tower = [], sight, self.vision  # wider: the sight of layers that see images
         if images is not None and tower is not None:
             hidden, deep = tower.put(hidden, images)
@@ -237,29 +207,24 @@ class Decoder(nn.Module):
                 input_ids = input_ids.flatten().index_fill(0, images.places, tower.config.pad_id).view_as(input_ids)
             positions = positions.expand(input_ids.shape)
         rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
-        inputs, keys_and_values = self._layer_inputs(input_ids, hidden), {}
-        if self.config.streams is not None:
-            hidden = streams_of(hidden, self.model.altup_projections)
+        hidden, inputs = self.model.into_layers(hidden, input_ids)
+        keys_and_values: dict[int, KeysAndValues | None] = {}
         for i, layer in enumerate(self.model.layers):
             rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
             cos, sin = (None, None) if rope is None else rotations[rope]
-            others = {} if kv_from_layer is None else {"shared": keys_and_values[kv_from_layer]}
+            others: dict[str, Any] = {} if kv_from_layer is None else {"shared": keys_and_values[kv_from_layer]}
             if inputs:
                 others["layer_input"] = inputs[i]
             if self.config.layers[i].mixture is not None:
                 others |= routes.arguments()
             layer_cache = (None, None) if cache is None else cache.layer(i)
             seen = wider if self.config.sees_images(i) else sight
-            hidden = layer(hidden, cos, sin, cu_seqlens, layer_cache, seen, **others)
-            if isinstance(hidden, tuple):
-                hidden, routed, keys_and_values[i] = hidden
-                if routed is not None:
-                    routes.add(i, *routed)
+            hidden, routed, keys_and_values[i] = layer(hidden, cos, sin, cu_seqlens, layer_cache, seen, **others)
+            if routed is not None:
+                routes.add(i, *routed)
             if images is not None and i < len(deep):
                 hidden = hidden.flatten(0, 1).index_add(0, images.places, deep[i]).view_as(hidden)
-        if self.config.streams is not None:
-            hidden = mean_of_streams(hidden, self.model.altup_unembed_projections)
-        hidden = self.model.norm(hidden)
+        hidden = self.model.out_of_layers(hidden)
         if self.config.logits_divisor != 1.0:  # divides hidden states, because losses never hold all logits at once
             hidden = hidden / self.config.logits_divisor
         if self.config.head_bias:  # the factors of the bias and of the zero columns of `output_weight`
@@ -288,24 +253,6 @@ class Decoder(nn.Module):
             is_whole_row = self.sharding.row_tokens is None
             return None if is_whole_row else positions.amax(-1, keepdim=True).expand_as(positions) + 1
         return lengths_of_documents(positions, cu_seqlens)
-
-    def _scaled(self, embedded: Tensor, multiplier: float) -> Tensor:
-        if self.config.embedding_multiplier_in_weight_dtype:
-            multiplier = torch.tensor(multiplier, dtype=embedded.dtype).item()
-        return embedded if multiplier == 1.0 else embedded * multiplier
-
-    def _layer_inputs(self, input_ids: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Per-layer inputs (B, T, inputs) of the tokens, as in Gemma 3n: a per-layer embedding plus a projection of the model's
-        embedding. Empty if layers have no inputs."""
-        dim, trunk = self.config.layer_input_dim, self.model
-        if not dim:
-            return ()
-        if self.config.layer_input_vocab_size < self.config.vocab_size:
-            input_ids = input_ids.where(input_ids < self.config.layer_input_vocab_size, 0)
-        of_token = self._scaled(trunk.embed_tokens_per_layer(input_ids), dim**0.5).unflatten(-1, (-1, dim))
-        projected = trunk.per_layer_model_projection(hidden) * self.config.hidden_size**-0.5
-        projected = trunk.per_layer_projection_norm(projected.unflatten(-1, (-1, dim)))
-        return ((projected + of_token) * 2**-0.5).unbind(-2)
 
     def new_cache(self, batch_size: int, capacity: int, records_experts: bool = False) -> KVCache:
         """An empty cache for `batch_size` rows of up to `capacity` positions, and of their experts with `records_experts`."""

@@ -9,14 +9,13 @@ Shapes: D features, I intermediate features.
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.config import DecoderConfig
+from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.system.costs import register_cost
 from lean_ft.system.world import device_type, one_kernel
 from lean_ft.torch_private import graph_is_kept
@@ -224,8 +223,7 @@ class _XIELU(torch.autograd.Function):
 class MLP(nn.Module):
     """The feed-forward layer: down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x))).
 
-    fused: gate and up are one matrix. multipliers: of the gate and of the output. gate_sparsity: the share of a token's gates
-    that the cutoff would set to 0 if they were normally distributed; it is subtracted from the others.
+    fused: gate and up are one matrix. A family with another layer overrides `inner`.
 
     Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; squared ReLU: So et al. 2021, https://arxiv.org/abs/2109.08668.
     """
@@ -242,12 +240,9 @@ class MLP(nn.Module):
         activation: str = "silu",
         has_gate: bool = True,
         fused: bool = False,
-        multipliers: tuple[float, float] = (1.0, 1.0),
-        gate_sparsity: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_deviations = NormalDist().inv_cdf(gate_sparsity) if gate_sparsity else None
-        self.activation, self.multipliers, self.is_fused, self.has_gate = activation, multipliers, fused, has_gate
+        self.activation, self.is_fused, self.has_gate = activation, fused, has_gate
         if fused:
             self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         else:
@@ -258,32 +253,30 @@ class MLP(nn.Module):
             self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
+    @classmethod
+    def of(cls, config: DecoderConfig, layer: LayerConfig) -> Self:
+        """The feed-forward layer of one of the decoder's layers."""
+        inner = layer.intermediate_size or config.intermediate_size
+        kind = config.activation, config.gated, config.fused_gate_up
+        return cls(config.hidden_size, inner, config.mlp_bias, *kind)
+
     def forward(self, x: Tensor) -> Tensor:
         if not self.has_gate:
             up = self.up_proj(x)
             return self.down_proj(self.act_fn(up) if self.activation == "xielu" else _activated(up, self.activation))
         gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
-        of_gate, of_result = self.multipliers
-        gate = gate if of_gate == 1.0 else gate * of_gate
+        return self.down_proj(self.inner(gate, up))
+
+    def inner(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The input of the down projection; all are (..., I)."""
         overwrites = self.overwrites or not torch.compiler.is_compiling()
-        if self.num_deviations is not None:
-            gate = _above_cutoff(gate, self.num_deviations)
-            overwrites = False  # the backward pass of ReLU reads the gates
-        down = self.down_proj(gated(gate, up, self.activation, overwrites=overwrites))
-        return down if of_result == 1.0 else down * of_result
+        return gated(gate, up, self.activation, overwrites=overwrites)
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:
     if activation in ACTIVATIONS:
         return ACTIVATIONS[activation].value(x)
     return x.relu() if activation == "relu" else x.relu().square()
-
-
-def _above_cutoff(x: Tensor, num_deviations: float) -> Tensor:
-    """ReLU(x - cutoff), where the cutoff is that many standard deviations above the mean of the features."""
-    deviation, mean = torch.std_mean(x, -1, correction=0, keepdim=True)
-    factor = torch.full((), num_deviations, dtype=x.dtype, device=x.device)  # rounded to the dtype first
-    return F.relu(x - (mean + deviation * factor))
 
 
 class _Gated(torch.autograd.Function):

@@ -9,19 +9,31 @@ Shapes: N tokens, D features, E experts, K experts per token, I intermediate fea
 """
 
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.config import MixtureConfig
+from lean_ft.models.config import DecoderConfig, MixtureConfig
 from lean_ft.models.frozen_weight import Frozen, as_frozen, product_dtype
-from lean_ft.models.layers import MLP, unit_rms, wide, wide_dtype
+from lean_ft.models.layers import MLP, wide, wide_dtype
 from lean_ft.models.mix import MixedExperts, activation
 
 
 class Router(nn.Module):
-    """A linear layer that scores every expert for every token."""
+    """A linear layer that scores every expert for every token.
+
+    A family with another router overrides `ranks` or `choose`, or has a module with the same calls.
+    """
+
+    # Added to the sum of a token's weights that divides them, unless a softmax normalizes them.
+    weights_sum_offset = 1e-20
+
+    @classmethod
+    def of(cls, config: DecoderConfig, mixture: MixtureConfig) -> Self:
+        """The router of one of the decoder's layers."""
+        return cls(config.hidden_size, mixture)
 
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
@@ -29,8 +41,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
         if config.has_score_correction:  # balances the experts' load in pretraining; not trained here
-            shape = (1, config.num_experts) if config.correction_is_row else (config.num_experts,)
-            self.e_score_correction_bias = nn.Buffer(torch.empty(shape))
+            self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_experts))
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.is_wide:
@@ -44,31 +55,32 @@ class Router(nn.Module):
         recorded (N, K): experts to use instead of the router's choice, counted from 1; 0 keeps the router's choice.
         """
         logits = wide(logits)
-        if config.sparsemixer_margin is not None:
-            return _sparsemixer(logits, config.experts_per_token, config.sparsemixer_margin, recorded)
-        is_corrected = config.has_score_correction and not config.corrects_logits
-        by_logits = not is_corrected and config.num_groups == 1
-        if config.score == "softmax" and by_logits and config.weights_sum_to_one and not config.has_score_correction:
-            best, chosen = _best(logits, config.experts_per_token, recorded)
+        by_logits = not config.has_score_correction and config.num_groups == 1
+        if config.score == "softmax" and by_logits and config.weights_sum_to_one:
+            best, chosen = best_experts(logits, config.experts_per_token, recorded)
             return best.softmax(-1) * config.weights_factor, chosen
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-        # Logits if there is no correction of scores: sigmoids of logits far from 0 round to the same number.
-        ranks = (logits if by_logits else scores).detach()
-        if config.has_score_correction:
-            ranks = ranks + self.e_score_correction_bias
+        ranks = self.ranks(logits, scores, config)
         if config.num_groups > 1:
             groups = ranks.unflatten(-1, (config.num_groups, -1))  # (N, groups, experts of a group)
             best = groups.topk(config.scores_per_group).values.sum(-1).topk(config.groups_per_token).indices
             is_open = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
             ranks = groups.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
-        _, chosen = _best(ranks, config.experts_per_token, recorded)
+        _, chosen = best_experts(ranks, config.experts_per_token, recorded)
         weights = scores.gather(-1, chosen)
         if config.weights_sum_to_one:
-            weights = weights / (weights.sum(-1, keepdim=True) + config.weights_sum_offset)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.weights_sum_offset)
         return weights * config.weights_factor, chosen
 
+    def ranks(self, logits: Tensor, scores: Tensor, config: MixtureConfig) -> Tensor:
+        """The numbers (N, E) of which the largest are chosen, from logits and their softmax or sigmoids (N, E)."""
+        if config.has_score_correction:
+            return scores.detach() + self.e_score_correction_bias
+        # Sigmoids of logits far from 0 round to the same number.
+        return (logits if config.num_groups == 1 else scores).detach()
 
-def _best(logits: Tensor, number: int, recorded: Tensor | None) -> tuple[Tensor, Tensor]:
+
+def best_experts(logits: Tensor, number: int, recorded: Tensor | None) -> tuple[Tensor, Tensor]:
     """The largest logits (N, K) and their experts (N, K), or those of the `recorded` experts, as in `Router.choose`."""
     best, chosen = logits.topk(number)
     if recorded is None:
@@ -77,46 +89,14 @@ def _best(logits: Tensor, number: int, recorded: Tensor | None) -> tuple[Tensor,
     return logits.gather(-1, chosen), chosen
 
 
-def _sparsemixer(
-    logits: Tensor, experts_per_token: int, margin: float, recorded: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Weights and experts (N, K), chosen one after another (Liu et al. 2024, https://arxiv.org/abs/2409.12136, without
-    sampling)."""
-    weights, chosen, left = [], [], logits
-    for k in range(experts_per_token):
-        best, index = _best(left.detach(), 1, None if recorded is None else recorded[:, k, None])
-        is_far = (best - logits.detach()) / logits.detach().abs().maximum(best) > margin
-        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, index))
-        chosen.append(index)
-        left = left.scatter(-1, index, float("-inf"))
-    return torch.cat(weights, -1), torch.cat(chosen, -1)
-
-
-class NormedRouter(nn.Module):
-    """A router with an RMSNorm of its input and a factor of each expert's weights (Gemma 4)."""
-
-    def __init__(self, hidden_size: int, num_experts: int, eps: float) -> None:
-        super().__init__()
-        self.initial = {"scale": 1.0, "per_expert_scale": 1.0}
-        self.eps = eps
-        self.scale = nn.Parameter(torch.empty(hidden_size))
-        self.proj = nn.Linear(hidden_size, num_experts, bias=False)
-        self.per_expert_scale = nn.Parameter(torch.empty(num_experts))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.proj(unit_rms(tokens, self.eps) * self.scale * tokens.shape[-1] ** -0.5)  # (N, E)
-
-    def choose(self, logits: Tensor, config: MixtureConfig, recorded: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        best, chosen = _best(wide(logits), config.experts_per_token, recorded)
-        return best.softmax(-1) * self.per_expert_scale[chosen], chosen
-
-
 class Experts(nn.Module):
     """The experts' projections, stacked."""
 
+    input_first_in_adapters: bool  # whether PEFT takes the projections for (inputs, outputs), not (outputs, inputs)
+
     def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.input_first_in_adapters = config, config.input_first
         assert not (config.scales_input and config.expert_bias), "biases would not be scaled"
         num_experts, inner = config.num_experts, config.intermediate_size
         projected = 2 * inner if config.gated else inner
@@ -174,18 +154,26 @@ def experts_of(model: nn.Module) -> dict[str, Experts]:
 class MixtureOfExperts(nn.Module):
     """A router, its experts, and optionally a shared expert that every token uses."""
 
-    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
+    def __init__(
+        self, hidden_size: int, config: MixtureConfig, router: nn.Module | None = None, experts: Experts | None = None
+    ) -> None:
         super().__init__()
         self.config = config
-        eps = config.router_norm_eps
-        router = Router(hidden_size, config) if eps is None else NormedRouter(hidden_size, config.num_experts, eps)
-        self.add_module(config.router_name, router)
-        self.experts = Experts(hidden_size, config)
+        self.add_module(config.router_name, Router(hidden_size, config) if router is None else router)
+        self.experts = Experts(hidden_size, config) if experts is None else experts
         if config.shared_intermediate_size:
             size, kind = config.shared_intermediate_size, (config.activation, config.gated, config.shared_is_fused)
             self.add_module(config.shared_name, MLP(hidden_size, size, False, *kind))
         if config.shared_gate:
             self.add_module(f"{config.shared_name}_gate", nn.Linear(hidden_size, 1, bias=False))
+
+    @classmethod
+    def of(cls, config: DecoderConfig, mixture: MixtureConfig) -> Self:
+        """The mixture of one of the decoder's layers, with the family's own parts."""
+        parts = config.parts
+        router = None if parts.router is None else parts.router(config, mixture)
+        experts = None if parts.experts is None else parts.experts(config.hidden_size, mixture)
+        return cls(config.hidden_size, mixture, router, experts)
 
     def forward(
         self, x: Tensor, router_input: Tensor | None = None, recorded: Tensor | None = None

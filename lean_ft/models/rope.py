@@ -13,10 +13,13 @@ Shapes: B batch, T tokens, H heads, D features of a head, R <= D rotated feature
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lean_ft.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,15 @@ class RopeConfig:
     head_dim: int | None = None  # None: the model's
     rotary_fraction: float = 1.0  # the fraction of a head's features, from the first, that is rotated
     interleaved: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
-    backwards: bool = False  # rotated by the negative angle
     in_float32: bool = False  # queries and keys are rotated in float32, then rounded to the model's dtype
-    # Queries are multiplied by 1 + query_growth * log(1 + (position + query_growth_start) // query_growth_positions).
+    # Queries are multiplied by 1 + query_growth * log(1 + position // query_growth_positions).
     query_growth: float = 0.0
     query_growth_positions: float = math.inf
-    query_growth_start: int = 0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: float = math.inf
     attention_factor: float = 1.0  # of cos and sin
-    long_attention_factor: float | None = None  # of cos and sin beyond the original length; None: `attention_factor`
     beta_fast: float = 32.0  # frequencies with at least this many turns over the original context are kept
     beta_slow: float = 1.0  # frequencies with at most this many turns are divided by the factor
     truncate: bool = True  # the bounds between kept and divided frequencies are rounded to whole features
@@ -143,7 +143,17 @@ def _dynamic(rope: RopeConfig, size: int, lengths: Tensor) -> Tensor:
 
 
 class RotaryEmbedding:
-    """Cos and sin of positions. Not an nn.Module, because `model.to(torch.bfloat16)` would round a buffer of frequencies."""
+    """Cos and sin of positions. Not an nn.Module, because `model.to(torch.bfloat16)` would round a buffer of frequencies.
+
+    A family with another rotation overrides `angles` or `factor`.
+    """
+
+    query_growth_start = 0  # added to positions before they are divided by `query_growth_positions`
+
+    @classmethod
+    def of(cls, config: "DecoderConfig", rope: RopeConfig) -> Self:
+        """The rotation of those of the decoder's layers that have `rope`."""
+        return cls(rope, rope.head_dim or config.head_dim)
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self.rope = rope
@@ -161,22 +171,26 @@ class RotaryEmbedding:
         turned = positions[..., None]
         if positions.dim() == 3:
             turned, positions = self._by_frequency(positions), positions[0]
-        angles = turned.float() * self._of(positions, lengths)  # (B, T, R / 2)
-        if self.rope.backwards:
-            angles = -angles
+        angles = self.angles(turned, positions, lengths)
         if self.rope.interleaved:
             angles = angles.repeat_interleave(2, dim=-1)
         else:
             angles = torch.cat((angles, angles), dim=-1)
-        factor: Any = self.rope.attention_factor
-        if self.rope.long_attention_factor is not None:
-            factor = torch.where(self._is_long(positions, lengths), self.rope.long_attention_factor, factor)
+        factor: Any = self.factor(positions, lengths)
         if self.rope.query_growth:
-            passed = ((positions + self.rope.query_growth_start) / self.rope.query_growth_positions).floor()
+            passed = ((positions + self.query_growth_start) / self.rope.query_growth_positions).floor()
             growth = 1 + self.rope.query_growth * torch.log1p(passed)  # (B, T)
             factor = factor * torch.stack((growth, torch.ones_like(growth)))[..., None]
         dtype = torch.promote_types(dtype, torch.float32) if self.rope.in_float32 else dtype
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+    def angles(self, turned: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """The angles (B, T, R / 2) of positions (B, T). turned: the positions, (B, T, 1) or (B, T, R / 2) of each frequency."""
+        return turned.float() * self._of(positions, lengths)
+
+    def factor(self, positions: Tensor, lengths: Tensor | None) -> float | Tensor:
+        """The factor of cos and sin, a number or (B or 1, T or 1, 1)."""
+        return self.rope.attention_factor
 
     def _of(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """The frequencies, (R / 2,) or (B or 1, T or 1, R / 2)."""
@@ -189,7 +203,7 @@ class RotaryEmbedding:
             self._frequencies[positions.device] = frequencies
         if not self.rope.depends_on_length:
             return frequencies
-        is_long = self._is_long(positions, lengths)
+        is_long = self.is_long(positions, lengths)
         if self.rope.scaling == "longrope":
             short, long = frequencies
             return torch.where(is_long, long, short)
@@ -203,7 +217,7 @@ class RotaryEmbedding:
             self._axes[positions.device] = torch.tensor(self.rope.axes, device=positions.device)
         return positions[self._axes[positions.device]].movedim(0, -1)
 
-    def _is_long(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+    def is_long(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """Whether documents are longer than the original length, (B or 1, T or 1, 1)."""
         lengths = positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths
         return (lengths > self.rope.original_max_positions)[..., None]

@@ -88,10 +88,11 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
         ranks.resharded.add(trunk.embed_tokens)
         if isinstance(trunk.embed_tokens, nn.Embedding):  # its backward needs only the ids
             trunk.embed_tokens.set_unshard_in_backward(False)  # type: ignore[operator]
-    if model.config.layer_input_dim:
-        fully_shard(trunk.embed_tokens_per_layer, reshard_after_forward=True, **how)
-        ranks.resharded.add(trunk.embed_tokens_per_layer)
-        trunk.embed_tokens_per_layer.set_unshard_in_backward(False)  # type: ignore[operator]
+    for name in [name for name in trunk.more_embeddings if hasattr(trunk, name)]:
+        embedding: Any = trunk.get_submodule(name)
+        fully_shard(embedding, reshard_after_forward=True, **how)
+        ranks.resharded.add(embedding)
+        embedding.set_unshard_in_backward(False)
     fully_shard(ends, reshard_after_forward=False, **how)
     fully_shard(model, **how)
     _sum_gradients(model)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lean_ft.models import Decoder
 from lean_ft.models.attention.attention import Attention
+from lean_ft.models.config import Parts
 from lean_ft.models.layers import MLP
 from lean_ft.parallel.collectives import gather_tokens, scatter_tokens, sum_over
 from lean_ft.parallel.ranks import TENSOR, ManyRanks
@@ -78,8 +79,7 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
         "keys and values made from one latent vector": config.latent is not None,
         "layers that use another layer's keys": bool(config.kv_source_layers),
         "learned positions": config.position_row is not None,
-        "several residual streams": config.streams is not None,
-        "cutoffs that depend on all gates of a layer": any(layer.gate_sparsity for layer in config.layers),
+        "modules that only its family has": config.parts != Parts() and not config.parts.splits,
         "norms over the queries and keys of all heads together": config.qk_norm == "projection",
         "norms of queries and keys with a weight for each head": config.qk_norm == "centered_by_head",
     }
@@ -88,8 +88,10 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
             raise ValueError(f"{setting} does not support this model's {what}. Set parallel.shard instead.")
     sizes = {"query heads": config.num_heads}
     sizes |= {"key-value heads" + " of some layers" * (i > 0): n for i, n in enumerate(config.kv_head_counts)}
-    if any(isinstance(layer.mlp, MLP) for layer in model.layers):
-        sizes["inner features of its feed-forward layers"] = config.intermediate_size
+    downs = (layer.mlp.down_proj for layer in model.layers if isinstance(layer.mlp, MLP))
+    dense = (getattr(down, "base_layer", down).in_features for down in downs)
+    for i, number in enumerate(dict.fromkeys(dense)):
+        sizes["inner features of its feed-forward layers" + " of some layers" * (i > 0)] = number
     for what, number in sizes.items():
         if number % num_ranks:
             raise ValueError(f"{setting} does not divide this model's {number} {what}. Set a value that does.")

@@ -145,7 +145,7 @@ def _stack(
         for (part, expert), name in names.items()
     )
     factors = [(inputs, False), (outputs, True)]
-    if experts.config.input_first != experts.config.input_first_in_adapters:  # PEFT takes the outputs for the inputs
+    if experts.config.input_first != experts.input_first_in_adapters:  # PEFT takes the outputs for the inputs
         factors.reverse()
     a, b = (
         StackedFactor(pairs, num_experts, rank, num_features, of_b, experts_last)

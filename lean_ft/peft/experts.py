@@ -23,7 +23,7 @@ class ExpertsAdapter(AdaptedLayer):
 
     def __init__(self, base_layer: Experts, projection: str, shape: AdapterShape, dtype: torch.dtype) -> None:
         self.projection, self.config = projection, base_layer.config
-        self.is_transposed = self.config.input_first_in_adapters  # PEFT's interpretation
+        self.is_transposed = base_layer.input_first_in_adapters  # PEFT's interpretation
         super().__init__(base_layer, shape, dtype)
 
     @property

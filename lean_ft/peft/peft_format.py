@@ -304,7 +304,7 @@ def _sizes(model: Decoder, name: str) -> tuple[int, int, int]:
     place, _, own = name.rpartition(".")
     owner: Any = model.get_submodule(place)
     if is_projection_of_experts(model, name):
-        return linear_shape(as_frozen(getattr(owner, own)), owner.config.input_first_in_adapters)
+        return linear_shape(as_frozen(getattr(owner, own)), owner.input_first_in_adapters)
     layer = getattr(owner, own)
     if not is_adaptable(layer):
         raise AttributeError(name)

@@ -162,8 +162,9 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
 def _activation_bytes(model: Decoder, cfg: RecipeConfig, row_tokens: int) -> int:
     config = model.config
     features = sum(m.out_features + m.in_features for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
-    num_streams = 1 if config.streams is None else config.streams.number
-    features += config.num_layers * 16 * config.hidden_size * num_streams  # norms, rotary embeddings, residuals
+    features += (
+        config.num_layers * 16 * config.hidden_size * model.model.num_streams
+    )  # norms, rotary embeddings, residuals
     data = cfg.group(DataConfig)
     tokens = cfg.batch_size * row_tokens * (1 if data is None else len(data.sides))
     return (

@@ -248,7 +248,7 @@ def test_a_routers_loss_without_a_softmax_router_is_refused(make_checkpoint):
 def test_routing_metrics_count_each_token_of_two_micro_batches_once(make_checkpoint, batch, case, settings):
     """Against the routers' outputs in separate passes over each row without padding."""
     model = load_model(make_checkpoint(case)[0])
-    routers = [layer.mixture or layer.mlp for layer in model.layers]
+    routers = [getattr(layer, "mixture", None) or layer.mlp for layer in model.layers]
     routers = [getattr(one, one.config.router_name) for one in routers if isinstance(one, MixtureOfExperts)]
     seen = [[] for _ in routers]
     hooks = [

@@ -45,8 +45,17 @@ class Config(RecipeConfig):
 
 
 def small_model(
-    *, tied: bool = False, dtype: torch.dtype = torch.float32, layer: dict[str, Any] | None = None, **settings: Any
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    layer: dict[str, Any] | None = None,
+    config: DecoderConfig | None = None,
+    **settings: Any,
 ) -> Decoder:
+    """Two layers with the facts `layer` and `settings`, or the decoder of `config`."""
+    torch.manual_seed(0)
+    if config is not None:
+        return build_decoder(config, dtype=dtype)
     layers = tuple(LayerConfig(**{"rope": RopeConfig(theta=10000.0), **(layer or {})}) for _ in range(2))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     config = DecoderConfig(
@@ -57,7 +66,6 @@ def small_model(
         tied_embeddings=tied,
         norm_eps=1e-6,
     )
-    torch.manual_seed(0)
     return build_decoder(config, dtype=dtype)
 
 

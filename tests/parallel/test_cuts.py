@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lean_ft.models.config import DeltaRuleConfig, LatentConfig, MixtureConfig
+from lean_ft.models.families import FAMILIES
+from lean_ft.models.families.mimo_v2_flash import Mimo
 from lean_ft.models.rope import RopeConfig
 from lean_ft.parallel import join, parallelize
 from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
@@ -48,6 +50,7 @@ WEIGHED = MixtureConfig(
     score="sigmoid",
     scales_input=True,
 )
+SMALL_VALUES = {"parts": FAMILIES["mimo_v2_flash"].parts, "own": Mimo(value_dim=3, value_multiplier=0.7)}
 ODD = MixtureConfig(num_experts=5, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True)
 ALONE = ParallelConfig()
 FULL = {"activation_checkpointing": "full"}
@@ -77,7 +80,7 @@ TWO: dict[str, Case] = {
     "context, adafactor": Case(CONTEXT, {"name": "adafactor"}),
     "context, sinks, cap and window": Case(
         CONTEXT,
-        model={"attention_sinks": True, "attention_softcap": 20.0, "value_dim": 3, "layer": {"window": 5}},
+        model={"attention_sinks": True, "attention_softcap": 20.0, **SMALL_VALUES, "layer": {"window": 5}},
     ),
     "context, dynamic": Case(CONTEXT, model={"layer": {"rope": DYNAMIC}}),
     "context, longrope in backward, recomputed, clipped": Case(
@@ -90,7 +93,7 @@ TWO: dict[str, Case] = {
     "context, mixture": Case(CONTEXT, {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}),
     "context, adapter": Case(CONTEXT, {"in_backward": True}, model={"lora": LoRAConfig(rank=4, dora=True)}),
     "context, norms without weights": Case(
-        CONTEXT, {"in_backward": True}, FULL, model={"norm_weights": False, "embedding_norm": True}
+        CONTEXT, {"in_backward": True}, FULL, model={"norm_weights": False, "parts": FAMILIES["nanochat"].parts}
     ),
     "shards of norms of heads": Case(
         ALONE,
@@ -103,8 +106,7 @@ TWO: dict[str, Case] = {
             "qk_norm": "head",
             "norm_placement": "both",
             "attention_gate": "own",
-            "value_dim": 3,
-            "value_multiplier": 0.7,
+            **SMALL_VALUES,
         },
     ),
     "tensor in backward, recomputed, tied": Case(TENSOR, {"in_backward": True}, FULL, model={"tied": True}),

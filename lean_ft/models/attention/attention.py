@@ -84,7 +84,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scoring, Tensor | None
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with its projections, norms, gate and rotation."""
+    """Grouped-query attention with its projections, norms, gate and rotation.
+
+    A family with another attention overrides a step: `projected`, `by_head`, `turned` or `attended`.
+    """
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim_of(layer_index)
         self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap, layer.chunk)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
-        self.value_dim, self.value_multiplier = config.value_dim or self.head_dim, config.value_multiplier
+        self.value_dim = self.features_of_values(config)
         self.split_sizes = [query_size, kv_size, kv_size]
         self.is_fused, self.qkv_by_head = config.fused_qkv, config.qkv_by_head
         if self.is_fused:
@@ -101,12 +104,11 @@ class Attention(nn.Module):
             of_gate = query_size if config.attention_gate == "in_query" else 0
             self.q_proj = nn.Linear(hidden_size, query_size + of_gate, bias=config.qkv_bias)
             self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
-            if not layer.values_are_keys:
-                self.v_proj = nn.Linear(hidden_size, kv_size // self.head_dim * self.value_dim, bias=config.qkv_bias)
+            self.v_proj = nn.Linear(hidden_size, kv_size // self.head_dim * self.value_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * self.value_dim, hidden_size, bias=config.output_bias)
         if config.attention_gate == "own":
             self.gate_proj = nn.Linear(hidden_size, config.num_heads * self.value_dim, bias=False)
-        self.values_are_keys, self.is_kv_source = layer.values_are_keys, layer_index in config.kv_source_layers
+        self.is_kv_source = layer_index in config.kv_source_layers
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.gate, self.qk_norm = config.attention_gate, config.qk_norm
         if self.qk_norm == "centered_by_head":
@@ -117,10 +119,13 @@ class Attention(nn.Module):
         elif self.qk_norm is not None:
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
-        self.qk_unit_eps = config.norm_eps if layer.unit_qk else None
         self.value_norm_eps = config.norm_eps if config.value_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks and layer.has_sinks else None
         self.attend: Attend = attend  # replaced if ranks share a row
+
+    def features_of_values(self, config: DecoderConfig) -> int:
+        """Features of a head's values; `head_dim` is set."""
+        return self.head_dim
 
     def forward(
         self,
@@ -135,19 +140,31 @@ class Attention(nn.Module):
 
         Returns (B, T, hidden_size), and also keys and values (B, T, K, D) if other layers attend to them.
         """
+        query, key, value, gate = self.projected(hidden)
+        query, key, value = self.by_head(query, key, value)
+        query, key = self.turned(query, key, cos, sin)
+        attended = self.attended(query, key, value, cu_seqlens, cache, sight).flatten(-2)
+        result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
+        return (result, (key, value)) if self.is_kv_source else result
+
+    def projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values and the gate of each head's output: all heads' features side by side, or with `qkv_by_head` by
+        head."""
         if self.is_fused:
             fused = self.qkv_proj(hidden)
             by_head = fused.unflatten(-1, (-1, 3 * self.head_dim)) if self.qkv_by_head else None
             query, key, value = fused.split(self.split_sizes, -1) if by_head is None else by_head.chunk(3, -1)
         else:
-            query, key = self.q_proj(hidden), self.k_proj(hidden)
-            value = key if self.values_are_keys else self.v_proj(hidden)
+            query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
         gate = self.gate_proj(hidden) if self.gate == "own" else None
         if self.gate == "in_query":  # each head's query is followed by its gate
             query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
+        return query, key, value, gate
+
+    def by_head(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, H, D), and (B, T, K, D) twice, with the norms before rotation."""
         if self.qk_norm == "projection":
             query, key = self.q_norm(query), self.k_norm(key)
-        # (B, T, H, D), and (B, T, K, D) twice
         if not self.qkv_by_head:
             query, key = (x.unflatten(-1, (-1, self.head_dim)) for x in (query, key))
             value = value.unflatten(-1, (-1, self.value_dim))
@@ -155,27 +172,32 @@ class Attention(nn.Module):
             query, key = self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
         if self.value_norm_eps is not None:
             value = unit_rms(value, self.value_norm_eps)
-        if self.value_multiplier != 1.0:
-            value = value * self.value_multiplier
-        if self.value_dim != self.head_dim:  # kernels need queries, keys and values of one size
-            value = F.pad(value, (0, self.head_dim - self.value_dim))
+        return query, key, value
+
+    def turned(self, query: Tensor, key: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys, with the norm after rotation."""
         if cos is not None and sin is not None:
             query, key = rotate_both(query, key, cos, sin, self.interleaved)
         if self.qk_norm == "turned_head":
             query, key = self.q_norm(query), self.k_norm(key)
-        if self.qk_unit_eps is not None:
-            query, key = unit_rms(query, self.qk_unit_eps), unit_rms(key, self.qk_unit_eps)
+        return query, key
+
+    def attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None,
+        cache: LayerCache | None,
+        sight: Sight | None,
+    ) -> Tensor:
+        """What each head sees, (B, T, H, features of a value). The keys and values are added to the cache."""
         if cache is None:
-            attended = self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, sight)
-        else:
-            keys, values = cache.store(key, value)  # (B, C, K, D)
-            if cache.owner.starts_empty:
-                attended = attend_rows(query, key, value, self.scoring, self.sinks, sight)
-            else:
-                attended = attend_filled(query, keys, values, cache, self.scoring, self.sinks, sight)
-        attended = attended[..., : self.value_dim].flatten(-2)
-        result = self.o_proj(attended if gate is None else attended * gate.sigmoid())
-        return (result, (key, value)) if self.is_kv_source else result
+            return self.attend(query, key, value, cu_seqlens, self.scoring, self.sinks, sight)
+        keys, values = cache.store(key, value)  # (B, C, K, D)
+        if cache.owner.starts_empty:
+            return attend_rows(query, key, value, self.scoring, self.sinks, sight)
+        return attend_filled(query, keys, values, cache, self.scoring, self.sinks, sight)
 
 
 class AttentionToShared(nn.Module):

@@ -8,15 +8,22 @@ from typing import Any
 from lean_ft.models.config import DecoderConfig, MixtureConfig
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURES
 from lean_ft.models.families.dense import DENSE
+from lean_ft.models.families.falcon_h1 import FALCON_H1
 from lean_ft.models.families.family import Family, no_layer
 from lean_ft.models.families.gemma import GEMMA
+from lean_ft.models.families.gemma3n import GEMMA3N
+from lean_ft.models.families.gemma4 import GEMMA4
 from lean_ft.models.families.hybrids import HYBRIDS
 from lean_ft.models.families.latent import LATENT
 from lean_ft.models.families.layer_norm import LAYER_NORM
+from lean_ft.models.families.llama4 import LLAMA4
 from lean_ft.models.families.mamba import MAMBA
+from lean_ft.models.families.mimo_v2_flash import MIMO_V2_FLASH
 from lean_ft.models.families.mixtures import MIXTURES
 from lean_ft.models.families.multimodal import MULTIMODAL, SIZES_7B, Multimodal
+from lean_ft.models.families.nanochat import NANOCHAT
 from lean_ft.models.families.older import OLDER
+from lean_ft.models.families.phimoe import PHIMOE
 from lean_ft.models.families.refused import REFUSED
 from lean_ft.models.families.unusual_attention import UNUSUAL_ATTENTION
 from lean_ft.system.spelling import did_you_mean
@@ -27,15 +34,22 @@ __all__ += ["own_name", "own_row"]
 
 FAMILIES: dict[str, Family] = {
     **DENSE,
+    **NANOCHAT,
     **LAYER_NORM,
     **OLDER,
     **GEMMA,
+    **GEMMA3N,
+    **GEMMA4,
     **MIXTURES,
+    **PHIMOE,
+    **LLAMA4,
     **CORRECTED_MIXTURES,
     **LATENT,
     **UNUSUAL_ATTENTION,
+    **MIMO_V2_FLASH,
     **HYBRIDS,
     **MAMBA,
+    **FALCON_H1,
 }
 
 
@@ -52,7 +66,7 @@ def family_of(model_type: Any) -> Family | None:
         if not isinstance(row, Family):
             raise ValueError(f"{own.setting} is a {type(row).__name__}; expected a Family of lean_ft.models.families.")
         for kind, facts, config in (("facts", row.facts, DecoderConfig), ("mixture", row.mixture, MixtureConfig)):
-            known = [field.name for field in fields(config)]
+            known = [field.name for field in fields(config) if field.name not in ("parts", "own")]
             if unknown := [name for name in facts if name not in known]:
                 meant = did_you_mean(unknown[0], known)
                 raise ValueError(

@@ -2,6 +2,10 @@
 
 from functools import partial
 
+import torch
+from torch import nn
+
+from lean_ft.models.config import MixtureConfig, Parts
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, every_layer, flag, number, partial_rope
 from lean_ft.models.families.mixtures import (
@@ -15,6 +19,7 @@ from lean_ft.models.families.mixtures import (
     router_aux_loss_coef,
     sparse_layers,
 )
+from lean_ft.models.moe import Router
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import head_dim_of, rope_config, rope_settings
 from lean_ft.system.config_fields import ConfigFields
@@ -40,6 +45,14 @@ def _rope_of_rotary_dim(fields: ConfigFields, layer: int, is_windowed: bool) -> 
 
 def _shared_intermediate_size(fields: ConfigFields, number: str) -> int:
     return fields.count("moe_intermediate_size") * fields.count(number, least=0)
+
+
+class RouterWithRow(Router):
+    """The correction is stored as (1, E) (ERNIE 4.5)."""
+
+    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
+        super().__init__(hidden_size, config)
+        self.e_score_correction_bias = nn.Buffer(torch.empty(1, config.num_experts))
 
 
 # A table: related fields share a line.
@@ -76,9 +89,10 @@ CORRECTED_MIXTURES: dict[str, Family] = {
             "num_experts": count("moe_num_experts"), "experts_per_token": count("moe_k"),
             "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": True,
             "shared_intermediate_size": partial(_shared_intermediate_size, number="moe_num_shared_experts"),
-            "shared_name": "shared_experts", "has_score_correction": True, "correction_is_row": True, "router_in_float32": True,
+            "shared_name": "shared_experts", "has_score_correction": True, "router_in_float32": True,
             "router_weight_in_float32": True, "router_aux_loss_coef": router_aux_loss_coef,
         },
+        parts=Parts(router=RouterWithRow.of, splits=True),
         has_mixture=_every_nth_layer_between,
         on_disk={"mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",), **EXPERTS_ON_DISK},
         defaults={

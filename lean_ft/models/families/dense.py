@@ -14,7 +14,6 @@ from lean_ft.models.families.family import (
     flag,
     has_rope,
     number,
-    number_or_null,
     partial_rope,
     rope_by_layer,
     rope_by_window,
@@ -207,16 +206,6 @@ DENSE: dict[str, Family] = {
     "arcee": Family(
         scores_as="Arcee", facts={**ATTENTION_BIAS, **_MLP_BIAS, "gated": False}, activations=UNGATED_ACTIVATION_NAMES,
         defaults={"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    ),
-    "nanochat": Family(
-        facts={
-            **ATTENTION_BIAS, "norm_weights": False, "embedding_norm": True, "gated": False,
-            "logits_softcap": number_or_null("final_logit_softcapping"),
-        },
-        layer_facts=lambda fields, is_windowed, layer: {"unit_qk": True}, activations=UNGATED_ACTIVATION_NAMES,
-        rope=lambda fields, layer, is_windowed: rope_config(fields, backwards=True),
-        on_disk={"mlp.up_proj": ("mlp.fc1",), "mlp.down_proj": ("mlp.fc2",)},
-        defaults={"hidden_act": "relu2", "max_position_embeddings": 2048, "final_logit_softcapping": 15.0},
     ),
     "seed_oss": Family(
         scores_as="SeedOss",

@@ -6,7 +6,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from lean_ft.models.config import MixerConfig
+from lean_ft.models.config import MixerConfig, Parts
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
 from lean_ft.system.config_fields import ConfigFields
@@ -91,6 +91,9 @@ class Family:
 
     # Facts of DecoderConfig: a value, or a function that reads it from config.json.
     facts: Mapping[str, Any] = field(default_factory=dict)
+    # Modules that only this family has, and a function that reads their facts from config.json: `DecoderConfig.own`.
+    parts: Parts = field(default_factory=Parts)
+    own: Callable[[ConfigFields], Any] | None = None
     # Values of absent fields. None for num_key_value_heads means as many as query heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     has_window: Callable[[ConfigFields, int], bool] = no_layer

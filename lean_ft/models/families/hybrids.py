@@ -3,9 +3,10 @@
 from functools import partial
 from typing import Any
 
-from lean_ft.models.config import DeltaRuleConfig, ShortConvolutionConfig
+from lean_ft.models.config import DeltaRuleConfig, Parts, ShortConvolutionConfig
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, number, partial_rope
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, MIXTURE, MIXTURE_DEFAULTS, every_nth_layer_but_some
+from lean_ft.models.moe import Router
 from lean_ft.system.config_fields import ConfigFields
 
 # Layer types if config.json does not list them.
@@ -46,6 +47,10 @@ def _adjusted_intermediate_size(fields: ConfigFields) -> int:
             multiple = fields.count("block_multiple_of")
             size = -(-int(fields.positive("block_ffn_dim_multiplier") * size) // multiple) * multiple
     return size
+
+
+class Lfm2Router(Router):
+    weights_sum_offset = 1e-6
 
 
 # A table: related fields share a line.
@@ -118,10 +123,11 @@ HYBRIDS: dict[str, Family] = {
         facts=_LFM2_FACTS, mixers={"conv": _short_convolution}, layer_type=_listed_type, norm_eps_field="norm_eps",
         mixture={
             **MIXTURE, "intermediate_size": count("moe_intermediate_size"), "activation": "silu",
-            "weights_sum_to_one": flag("norm_topk_prob"), "weights_sum_offset": 1e-6, "score": "sigmoid",
+            "weights_sum_to_one": flag("norm_topk_prob"), "score": "sigmoid",
             "has_score_correction": flag("use_expert_bias"), "weights_factor": number("routed_scaling_factor"),
             "router_aux_loss_coef": 0.0,
         },
+        parts=Parts(router=Lfm2Router.of, splits=True),
         has_mixture=lambda fields, layer: layer >= fields.count("num_dense_layers", least=0),
         on_disk={
             "mlp.gate.e_score_correction_bias": ("feed_forward.expert_bias",),

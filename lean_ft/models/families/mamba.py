@@ -1,4 +1,4 @@
-"""Families with Mamba-2: instead of attention in most layers, in parallel to it in every layer, or as a layer of its own."""
+"""Families with Mamba-2: instead of attention in most layers, or as a layer of its own."""
 
 import math
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from typing import Any
 from lean_ft.models.config import Mamba2Config
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS
 from lean_ft.models.families.dense import DENSE
-from lean_ft.models.families.family import ACTIVATION_NAMES, ATTENTION_BIAS, Family, count, flag, number, partial_rope
+from lean_ft.models.families.family import ACTIVATION_NAMES, ATTENTION_BIAS, Family, count, flag, partial_rope
 from lean_ft.models.families.mixtures import GRANITE_IN_MEMORY, GRANITE_MIXTURE, GRANITE_ON_DISK, MIXTURE_DEFAULTS
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import head_dim_of, rope_config
+from lean_ft.models.rope_settings import rope_config
 from lean_ft.system.config_fields import ConfigFields
 
 
-def _mamba2(fields: ConfigFields, **facts: Any) -> Mamba2Config:
+def mamba2(fields: ConfigFields, **facts: Any) -> Mamba2Config:
     """Read the fields that these families share; `facts` override them."""
     num_heads, num_groups = fields.count("mamba_n_heads"), fields.count("mamba_n_groups")
     size = fields.count("mamba_expand") * fields.count("hidden_size")
@@ -55,34 +55,11 @@ def _step_limits(fields: ConfigFields) -> tuple[float, float]:
     return limits[0], limits[1]
 
 
-def _multipliers(fields: ConfigFields, name: str, number_of: int) -> tuple[float, ...]:
-    values = fields.get(name)
-    if values is None:
-        return (1.0,) * number_of
-    if not isinstance(values, list) or len(values) != number_of or not all(isinstance(x, int | float) for x in values):
-        raise fields.wrong(name, f"{number_of} numbers")
-    return tuple(float(x) for x in values)
-
-
 def _optional_rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     kind = fields.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise fields.wrong("position_embedding_type", "rope, nope or null")
     return rope_config(fields) if kind == "rope" else None
-
-
-def _falcon_mamba2(fields: ConfigFields) -> Mamba2Config:
-    norm = None
-    if fields.flag("mamba_rms_norm"):
-        norm = "before_gate" if fields.flag("mamba_norm_before_gate") else "after_gate"
-    return _mamba2(
-        fields,
-        out_bias=fields.flag("projectors_bias"),
-        norm=norm,
-        in_multiplier=fields.positive("ssm_in_multiplier"),
-        multipliers=_multipliers(fields, "ssm_multipliers", 5),
-        out_multiplier=fields.positive("ssm_out_multiplier"),
-    )
 
 
 def _attention_in_listed_layers(fields: ConfigFields, layer: int) -> str:
@@ -113,11 +90,11 @@ def _nemotron_mamba2(fields: ConfigFields) -> Mamba2Config:
 
 # A table: related fields share a line.
 # fmt: off
-_MAMBA_DEFAULTS = {
+MAMBA_DEFAULTS = {
     "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
 }
-_FEED_FORWARD_ON_DISK = {
+FEED_FORWARD_ON_DISK = {
     "post_attention_layernorm": ("pre_ff_layernorm",), "model.norm": ("model.final_layernorm",),
     "mlp.": ("feed_forward.",),
 }
@@ -128,7 +105,7 @@ MAMBA: dict[str, Family] = {
             **DENSE["granite"].facts, "mlp_bias": False, "fused_gate_up": True,
             "intermediate_size": lambda fields: fields.count("shared_intermediate_size"),
         },
-        mixers={"linear_attention": _mamba2}, layer_type=lambda fields, layer: "linear_attention",
+        mixers={"linear_attention": mamba2}, layer_type=lambda fields, layer: "linear_attention",
         rope=_optional_rope,
         mixture={
             **GRANITE_MIXTURE, "num_experts": lambda fields: fields.count("num_local_experts", least=0),
@@ -140,37 +117,16 @@ MAMBA: dict[str, Family] = {
         },
         in_memory=GRANITE_IN_MEMORY,
         defaults={
-            **MIXTURE_DEFAULTS, **_MAMBA_DEFAULTS, **DENSE["granite"].defaults, "num_local_experts": 8,
+            **MIXTURE_DEFAULTS, **MAMBA_DEFAULTS, **DENSE["granite"].defaults, "num_local_experts": 8,
             "num_experts_per_tok": 2, "intermediate_size": 11008, "shared_intermediate_size": 1024,
         },
     ),
     "bamba": Family(
-        facts={**ATTENTION_BIAS, "mlp_bias": flag("mlp_bias")}, mixers={"linear_attention": _mamba2},
-        layer_type=_attention_in_listed_layers, rope=partial_rope, on_disk=_FEED_FORWARD_ON_DISK,
+        facts={**ATTENTION_BIAS, "mlp_bias": flag("mlp_bias")}, mixers={"linear_attention": mamba2},
+        layer_type=_attention_in_listed_layers, rope=partial_rope, on_disk=FEED_FORWARD_ON_DISK,
         defaults={
-            **_MAMBA_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+            **MAMBA_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
-        },
-    ),
-    "falcon_h1": Family(
-        facts={
-            **ATTENTION_BIAS, "mlp_bias": flag("mlp_bias"),
-            "attention_scale": lambda fields: head_dim_of(fields) ** -0.5 * fields.positive("key_multiplier"),
-            "attention_multipliers": lambda fields: (
-                fields.positive("attention_in_multiplier"),
-                fields.positive("attention_out_multiplier"),
-            ),
-            "mlp_multipliers": lambda fields: _multipliers(fields, "mlp_multipliers", 2),
-            "embedding_multiplier": number("embedding_multiplier"),
-            "logits_divisor": lambda fields: 1 / fields.positive("lm_head_multiplier"),
-        },
-        mixers={"hybrid": _falcon_mamba2}, layer_type=lambda fields, layer: "hybrid", on_disk=_FEED_FORWARD_ON_DISK,
-        defaults={
-            **_MAMBA_DEFAULTS,
-            **{f"{of}_multiplier": 1.0 for of in ("lm_head", "embedding", "key", "ssm_in", "ssm_out")},
-            **{f"attention_{of}_multiplier": 1.0 for of in ("in", "out")}, "num_key_value_heads": 8,
-            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, "projectors_bias": False,
-            "mamba_rms_norm": False, "mamba_norm_before_gate": True,
         },
     ),
     "nemotron_h": Family(

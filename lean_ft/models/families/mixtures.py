@@ -1,9 +1,11 @@
 """Families with attention in every layer and a mixture of experts in some or all layers."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from lean_ft.models.config import MixtureConfig, Parts
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import (
     ATTENTION_BIAS,
@@ -13,15 +15,13 @@ from lean_ft.models.families.family import (
     count,
     every_layer,
     flag,
-    has_rope,
     number,
     rope_by_layer,
     rope_by_window,
     rope_in_windowed_layers,
     upper_layers,
 )
-from lean_ft.models.rope import RopeConfig
-from lean_ft.models.rope_settings import rope_config, rope_settings
+from lean_ft.models.moe import Router
 from lean_ft.system.config_fields import ConfigFields
 
 
@@ -65,43 +65,9 @@ def sparse_layers(fields: ConfigFields, layer: int) -> bool:
     return kind == "sparse"
 
 
-def _listed_or_every_nth_layer(fields: ConfigFields, layer: int) -> bool:
-    layers, step = fields.layer_numbers("moe_layers"), fields.count("interleave_moe_layer_step")
-    return (layer + 1) % step == 0 if layers is None else layer in layers
-
-
-def _interleaved_rope_or_growing_queries(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    """Layers without rotation may have queries that grow with the position."""
-    if has_rope(fields, layer):
-        return rope_config(fields, interleaved=True, in_float32=True)
-    if not fields.flag("attn_temperature_tuning"):
-        return None
-    growth = {"query_growth": fields.positive("attn_scale"), "query_growth_positions": fields.count("floor_scale")}
-    return RopeConfig(theta=1.0, scaling="proportional", nonzero_fraction=0.0, query_growth_start=1, **growth)
-
-
 def _between_full_layers(fields: ConfigFields, layer: int) -> bool:
     """Full attention in the first two layers, in every fourth and in the last."""
     return layer > 1 and layer % 4 != 1 and layer != fields.count("num_hidden_layers") - 1
-
-
-def _longrope_with_two_scales(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
-    """`longrope` with separate factors of cos and sin for short and long documents."""
-    rope = rope_config(fields, ignored=("short_mscale", "long_mscale"))
-    if rope.scaling == "default":
-        return rope
-    own = fields.object(rope_settings(fields)[0])
-    if rope.scaling != "longrope":
-        raise ValueError(f"{own.where} has the rope type {rope.scaling!r}; expected longrope in this family.")
-    return replace(
-        rope, attention_factor=own.positive("short_mscale"), long_attention_factor=own.positive("long_mscale")
-    )
-
-
-def _head_bias(fields: ConfigFields) -> bool:
-    if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings"):
-        raise ValueError(f"{fields.where}: lm_head_bias and tie_word_embeddings are both true; expected one at most.")
-    return fields.flag("lm_head_bias")
 
 
 def _always_normed(fields: ConfigFields) -> str:
@@ -116,10 +82,11 @@ def _with_one_number_of_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config if number is None else {**config, "moe_topk": number[0] if is_same else number}
 
 
-def _two_experts_per_token(fields: ConfigFields) -> int:
-    if (number := fields.count("num_experts_per_tok")) != 2:
-        raise fields.wrong("num_experts_per_tok", "2, which transformers always uses")
-    return number
+class LogitCorrectedRouter(Router):
+    """The correction is added to logits, not to their sigmoids (Kolibri 1)."""
+
+    def ranks(self, logits: Tensor, scores: Tensor, config: MixtureConfig) -> Tensor:
+        return logits.detach() + self.e_score_correction_bias
 
 
 # A table: related fields share a line.
@@ -165,20 +132,6 @@ MIXTURES: dict[str, Family] = {
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
-        },
-    ),
-    "phimoe": Family(
-        scores_as="Phimoe", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
-        has_window=every_layer, rope=_longrope_with_two_scales,
-        mixture={
-            **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False, "router_name": "router",
-            "sparsemixer_margin": lambda fields: 2 * fields.positive("router_jitter_noise", or_0=True),
-        },
-        on_disk={**MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)}, in_memory=MIXTRAL_IN_MEMORY,
-        defaults={
-            **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6, "num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01,
-            "lm_head_bias": False,
         },
     ),
     "qwen3_moe": Family(
@@ -274,28 +227,6 @@ MIXTURES: dict[str, Family] = {
             },
         },
     ),
-    "llama4_text": Family(
-        facts={**ATTENTION_BIAS, "intermediate_size": count("intermediate_size_mlp")}, has_window=has_rope,
-        window_kind="chunked_attention", reads_layer_types=True,
-        layer_facts=lambda fields, _, layer: {"unit_qk": fields.flag("use_qk_norm") and has_rope(fields, layer)},
-        # An empty list is none.
-        preprocessed=lambda config: {k: v for k, v in config.items() if k != "no_rope_layers" or v},
-        rope=_interleaved_rope_or_growing_queries,
-        mixture={
-            "num_experts": num_experts_of, "experts_per_token": count("num_experts_per_tok"),
-            "intermediate_size": count("intermediate_size"), "weights_sum_to_one": False, "router_name": "router",
-            "score": "sigmoid", "scales_input": True, "input_first": True, "peft_expects_input_first": False,
-            "shared_intermediate_size": count("intermediate_size"),
-        },
-        has_mixture=_listed_or_every_nth_layer, on_disk={"mlp.": ("feed_forward.",)},
-        defaults={
-            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16,
-            "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "use_qk_norm": True,
-            "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
-            "floor_scale": 8192, "attn_scale": 0.1,
-        },
-    ),
     "gpt_oss": Family(
         scores_as="GptOss", facts={**ATTENTION_BIAS, "attention_sinks": True},
         has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
@@ -315,7 +246,8 @@ MIXTURES: dict[str, Family] = {
         },
     ),
     "flint": Family(
-        facts={**ATTENTION_BIAS, "qk_norm": "head", "attention_sinks": True, "sinks_in_float32": True},
+        facts={**ATTENTION_BIAS, "qk_norm": "head", "attention_sinks": True},
+        parts=Parts(in_float32=(".sinks",), splits=True),
         has_window=_between_full_layers, reads_layer_types=True, rope=rope_in_windowed_layers, has_mixture=every_nth_layer_but_some,
         # null is the default.
         preprocessed=lambda config: {k: v for k, v in config.items() if k != "mlp_only_layers" or v is not None},
@@ -339,8 +271,9 @@ MIXTURES: dict[str, Family] = {
         mixture={
             **MIXTURE, "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
             "shared_intermediate_size": count("shared_expert_intermediate_size"), "shared_name": "shared_experts",
-            "score": "sigmoid", "has_score_correction": True, "corrects_logits": True, "router_in_float32": True,
+            "score": "sigmoid", "has_score_correction": True, "router_in_float32": True,
         },
+        parts=Parts(router=LogitCorrectedRouter.of, splits=True),
         on_disk={
             "post_feedforward_layernorm": ("post_ffn_norm",), "post_attention_layernorm": ("post_attn_norm",),
             "pre_feedforward_layernorm": ("post_attention_layernorm",),

@@ -4,7 +4,7 @@ A token's step determines how much the state decays and how much of the token is
 the paper; keys are B) is added to the value times a factor per head, then gated, and normed in groups of features before the
 gate, after it, or not at all.
 
-Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060; the multipliers are Falcon-H1's, https://arxiv.org/abs/2507.22448.
+Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
 """
@@ -46,11 +46,7 @@ class Mamba2(StateMixer):
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
         config, sizes = self.config, (self.value_size, self.config.num_channels, self.config.num_heads)
-        projected = self.in_proj(x if config.in_multiplier == 1.0 else x * config.in_multiplier)
-        if any(multiplier != 1.0 for multiplier in config.multipliers):
-            parts = projected.split((self.value_size, self.value_size, self.key_size, self.key_size, sizes[2]), -1)
-            projected = torch.cat([part * m for part, m in zip(parts, config.multipliers, strict=True)], -1)
-        gate, mixed, step = projected.split(sizes, -1)
+        gate, mixed, step = self.projected(x).split(sizes, -1)
         mixed = self.conv1d(mixed, cu_seqlens, cache)
         value, key, query = mixed.split((self.value_size, self.key_size, self.key_size), -1)
         value, key, query = (
@@ -64,8 +60,11 @@ class Mamba2(StateMixer):
             read = _GatedNorm.apply(read, gate, self.norm.weight, self.norm.eps, config.num_key_heads)
         else:
             read = gated(gate, read if config.norm is None else self.norm(read), "silu")
-        mixed = self.out_proj(read)
-        return mixed if config.out_multiplier == 1.0 else mixed * config.out_multiplier
+        return self.out_proj(read)
+
+    def projected(self, x: Tensor) -> Tensor:
+        """The gates, values, keys, queries and steps of x (B, T, D), side by side."""
+        return self.in_proj(x)
 
 
 class _Skip(torch.autograd.Function):

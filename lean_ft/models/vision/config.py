@@ -193,7 +193,7 @@ def _gemma4(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig")
         "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "qkv_norms": True, "attention_scale": 1.0,
         "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True, "standardizes": vision.flag("standardize"),
         "pooled_multiplier": vision.count("hidden_size") ** 0.5, "sees_image": "in_windows" if _sees_images(whole) else "never",
-        "pad_id": text.count("pad_token_id", least=0) if decoder.layer_input_dim else None,
+        "pad_id": text.count("pad_token_id", least=0) if decoder.own.layer_input_dim else None,
     }
 
 
