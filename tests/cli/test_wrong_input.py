@@ -41,7 +41,6 @@ WITH_SHIPPED_RECIPES = [
     (f"{KEEP} kept --top-k 8 --force", "cannot be combined with --per-token or --force"),
     (f"{KEEP} a --top-k 8", "already exists"),
     (f"{DISTILL} distill.teacher=null", "found neither"),
-    ("slurm finetune -c tiny/full gradient_accumulation_steps=4", "=4 counts the batches of a step"),
 ]
 REPEATING = [
     ("check tiny --config tiny/none", "tiny/none"),
@@ -55,12 +54,6 @@ REPEATING = [
     (f"{DISTILL} distill.teacher=./none", "./none"),
     (f"{DISTILL} distill.on_policy=0.5 data.packing=bfd", "samples completions of unknown length"),
     (f"{DISTILL} distill.teacher=null distill.cached=a", "is not a folder of a teacher's predictions"),
-    ("slurm finetune -c tiny/full batch_size=x", "batch_size"),
-    ("slurm finetune -c tiny/full parallel.replicate=3", "needs a multiple of 3 processes, and there are 8"),
-    (
-        "slurm full_finetune_single_device -c tiny/full gradient_accumulation_steps=8",
-        "so it needs one process, and 8 were",
-    ),
 ]
 WITH_TOY_RECIPES = [
     ("rnu", "no such command 'rnu'", "'run'", "leanft --help"),
