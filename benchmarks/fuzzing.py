@@ -70,7 +70,7 @@ from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.lora import quantize_as_loaded
 from lean_ft.peft.stored_adapter import labels_of, read_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
-from lean_ft.settings.from_other_tools import convert_config
+from lean_ft.settings.converted_config import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.system.random_state import capture_random_state, restore_random_state
