@@ -25,7 +25,7 @@ WITH_SHIPPED_RECIPES = [
     ("export tiny out --max-shard-size 5", "is '5'; expected a number and a unit: 24GiB, 5GB, 800MB."),
     ("export tiny out.gguf --gguf f32 --dtype float32", "--gguf cannot be combined with --dtype"),
     ("export tiny out --gguf f32", "expected a name that ends in .gguf"),
-    ("export tiny out --imatrix rows.dat", "--imatrix is only used with --gguf"),
+    ("export tiny out --ollama", "--ollama is only used with --gguf"),
     ("export tiny out --shard-size 1GB", "no option --shard-size. Did you mean '--max-shard-size'?"),
     ("export tiny", "DEST"),
     (f"plan finetune --nodes 2 {PLAN}", "--nodes 2 needs --gpus N"),
