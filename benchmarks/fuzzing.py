@@ -56,7 +56,6 @@ from lean_ft.data.sources import read_rows
 from lean_ft.export import export_gguf
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.open import gguf_folder
-from lean_ft.gguf.quantize import read_imatrix
 from lean_ft.gguf.splitting import QWEN2_PATTERN
 from lean_ft.hub.upload import _results
 from lean_ft.images.pixels import Upright
@@ -70,7 +69,7 @@ from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.lora import quantize_as_loaded
 from lean_ft.peft.stored_adapter import labels_of, read_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
-from lean_ft.settings.from_other_tools import convert_config
+from lean_ft.settings.converted_config import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.system.random_state import capture_random_state, restore_random_state
@@ -455,23 +454,6 @@ def break_gguf(content: bytes, chance: random.Random) -> bytes:
     return _as_gguf(metadata, tensors, data, counts)
 
 
-def break_imatrix(content: bytes, chance: random.Random) -> bytes:
-    """Break one of the counts and lengths of llama.cpp's older format, or bytes."""
-    if content[:4] == b"GGUF":
-        return break_gguf(content, chance)
-    if chance.random() < 0.4:
-        return break_bytes(content, chance)
-    places, place = [0], 4
-    while place + 4 <= len(content):
-        (length,) = struct.unpack_from("<i", content, place)
-        places += [place, place + 4 + length, place + 8 + length]
-        (size,) = struct.unpack_from("<i", content, place + 8 + length)
-        place += 12 + length + 4 * size
-    at = chance.choice(places)
-    hostile = chance.choice((0, 1, -1, -4, -12, 2**31 - 1, -(2**31), 2**20, 3))
-    return content[:at] + struct.pack("<i", hostile) + content[at + 4 :]
-
-
 def break_parquet(content: bytes, chance: random.Random) -> bytes:
     """Write other rows, with repeated long texts, nulls, other types and other encodings, or break bytes."""
     if chance.random() < 0.5:
@@ -785,7 +767,7 @@ def _gguf(folder: Path) -> dict[str, Target]:
         if entry[0] not in (ggml + b"pre", ggml + b"merges", *(ggml + key for key in others))
     ]
     seeds.append(_as_gguf(kept + [[ggml + key, *value] for key, value in others.items()], tensors, data))
-    file, importance = folder / "broken.gguf", folder / "importance.dat"
+    file = folder / "broken.gguf"
 
     def read() -> None:
         made = gguf_folder(file)
@@ -795,19 +777,7 @@ def _gguf(folder: Path) -> dict[str, Target]:
         finally:
             shutil.rmtree(made)
 
-    entry = struct.pack("<i18sii", 18, b"blk.0.attn_q.weigh", 3, 8) + struct.pack("<8f", *range(8))
-    sums, counts = (
-        [b"blk.0.attn_q.weight." + name, shape, 0, at]
-        for name, shape, at in ((b"in_sum2", [8], 0), (b"counts", [1], 32))
-    )
-    as_gguf = _as_gguf(
-        [[b"general.type", 8, b"imatrix"]], [sums, counts], struct.pack("<8f", *range(8)) + struct.pack("<f", 3.0)
-    )
-    return {
-        "GGUF": Target(12, file, seeds, break_gguf, read),
-        "importance matrix": Target(3, importance, [struct.pack("<i", 2) + entry + entry.replace(b"_q", b"_k"), as_gguf],
-                                    break_imatrix, lambda: read_imatrix(importance)),
-    }  # fmt: skip
+    return {"GGUF": Target(12, file, seeds, break_gguf, read)}
 
 
 def _quantized(folder: Path) -> dict[str, Target]:

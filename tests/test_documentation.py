@@ -171,7 +171,6 @@ def test_settings_are_found_and_wrong_ones_refused(config_classes):
 # Replacements in commands, applied in order, with the reason. Folders with the names of models hold the embedded model.
 SUBSTITUTES = [
     (r"\[(--.*?)\]", r"\1", "include options in brackets"),
-    (r" --imatrix \S+", "", "a program of llama.cpp makes the file"),
     (
         r"^(leanft run (?!generate|quantize|evaluate)(?!.*max_steps=).*)",
         r"\1 max_steps=2 eval_answers=0 compile=false plan=false",
@@ -202,7 +201,8 @@ NOT_RUN = {
     "leanft push ": "uploads; tests/cli/test_push_verb.py tests it on loopback",
     "leanft serve ": "runs until Ctrl-C; tests/generation/test_server.py tests it",
     "llama-cli ": "a program of llama.cpp; tests/gguf/test_llama_cpp.py",
-    "llama-imatrix ": "a program of llama.cpp; tests/gguf/test_quantize.py",
+    "llama-imatrix ": "a program of llama.cpp",
+    "llama-quantize ": "a program of llama.cpp",
     "ollama ": "another program; tests/export/test_ollama.py",
     "python show_episode.py": "needs a model that takes a minute to fine-tune",
     "leanft run --nproc-per-node ": "starts processes; tests/parallel tests it",
@@ -384,7 +384,7 @@ def test_the_picture_of_a_plan_has_the_figures_that_the_command_prints(reader, c
 
 # Lines with these programs hold options of those programs.
 OTHER_PROGRAMS = re.compile(
-    r"(?: vllm serve| -m sglang\S*|`tensorboard|llama-cli|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "
+    r"(?: vllm serve| -m sglang\S*|`tensorboard|llama-cli|llama-quantize|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "
 )
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from lean_ft.hub.paths import free_directory
 from lean_ft.settings import ParallelConfig, RecipeConfig
 from lean_ft.settings.base import spelled_out
-from lean_ft.settings.from_other_tools import refuse_other_tools
+from lean_ft.settings.converted_config import refuse_other_tools
 from lean_ft.settings.text import COMMAND_LINE, load_config, preset_fits, preset_recipe, preset_values
 from lean_ft.system import catalog
 from lean_ft.system.user_functions import use_family

@@ -7,7 +7,7 @@ import typer
 from lean_ft.cli.arguments import Debug, OwnFamily
 
 _CANNOT_COMBINE = {
-    "--adapter": {"--dtype", "--max-shard-size", "--dcp", "--merge", "--keep-vision", "--imatrix", "--ollama"},
+    "--adapter": {"--dtype", "--max-shard-size", "--dcp", "--merge", "--keep-vision", "--ollama"},
     "--keep-vision": {"--gguf"},
     "--dcp": {"--gguf", "--max-shard-size", "--keep-vision"},
     "--gguf": {"--dtype", "--max-shard-size"},  # it sets how numbers are stored, and writes one file
@@ -42,12 +42,6 @@ def export(
             "--gguf",
             metavar="KIND",
             help="Write one GGUF file for llama.cpp instead: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0, iq4_nl or mxfp4.",
-        ),
-    ] = None,
-    imatrix: Annotated[
-        str | None,
-        typer.Option(
-            "--imatrix", metavar="FILE", help="With a quantized --gguf: the importance of inputs, from llama-imatrix."
         ),
     ] = None,
     dcp: Annotated[
@@ -91,7 +85,6 @@ def export(
     from lean_ft.export.places import sentences_not_in_files
 
     options = {"--dtype": dtype, "--max-shard-size": max_shard_size, "--gguf": gguf, "--base": base}
-    options["--imatrix"] = imatrix
     flags = {"--dcp": dcp, "--merge": merge, "--keep-vision": keep_vision, "--adapter": adapter, "--ollama": ollama}
     given = {name for name, value in options.items() if value is not None} | {name for name, on in flags.items() if on}
     for option, others in _CANNOT_COMBINE.items():
@@ -101,8 +94,8 @@ def export(
         raise ValueError(
             "--base is only used with --merge, --keep-vision, or --adapter and --gguf. Add one of them, or remove --base."
         )
-    if gguf is None and (found := sorted(given & {"--imatrix", "--ollama"})):
-        raise ValueError(f"{found[0]} is only used with --gguf. Add --gguf q4_k_m, or remove {found[0]}.")
+    if gguf is None and ollama:
+        raise ValueError("--ollama is only used with --gguf. Add --gguf q4_k_m, or remove --ollama.")
     if adapter and gguf is not None:
         typer.echo(str(export_gguf_adapter(source, destination, gguf, force, base)))
     elif adapter:
@@ -111,7 +104,7 @@ def export(
         for sentence in sentences_not_in_files(folder):
             typer.echo(f"Not in the files: {sentence}.")
     elif gguf is not None:
-        typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, imatrix, ollama)))
+        typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, ollama)))
     elif dcp:
         typer.echo(str(export_dcp(source, destination, dtype, force, merge, base)))
     else:

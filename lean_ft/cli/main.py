@@ -20,7 +20,6 @@ from lean_ft.cli import (
     download,
     env,
     export,
-    launch_file,
     ls,
     plan,
     plot,
@@ -29,7 +28,6 @@ from lean_ft.cli import (
     runs,
     score,
     serve,
-    slurm,
     validate,
 )
 from lean_ft.cli.cat import help_of_recipe
@@ -63,8 +61,6 @@ VERBS = (
     download,
     export,
     push,
-    launch_file,
-    slurm,
     env,
 )
 for verb in VERBS:

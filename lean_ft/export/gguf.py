@@ -30,7 +30,7 @@ from lean_ft.export.places import (
 from lean_ft.generation import stop_ids
 from lean_ft.gguf.header import gguf_package
 from lean_ft.gguf.names import all_tensors, by_side, layout_of, ropes, store
-from lean_ft.gguf.quantize import FORMATS, Mix, check_importance, num_bytes, read_imatrix
+from lean_ft.gguf.quantize import Mix, num_bytes
 from lean_ft.gguf.splitting import APPROXIMATED
 from lean_ft.gguf.wholes import remark_about_images, row_of
 from lean_ft.gguf.write import GGUF_KINDS, gguf_family, model_metadata, write_gguf
@@ -49,7 +49,6 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.checkpoint import small_files_bytes
 
-_WEIGHED = ("q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl")  # kinds that use the importance of input features
 _KINDS = ("f32", "f16", "bf16")
 _TOWER = "Export a folder, and then export that folder with --gguf. llama.cpp reads the tower from a second file."
 _MERGE = "Export the merged model: --merge instead of --adapter."
@@ -62,24 +61,18 @@ def export_gguf(
     force: bool = False,
     merge: bool = False,
     base: str | Path | None = None,
-    imatrix: str | Path | None = None,
     ollama: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint, run directory or model folder to the GGUF file `destination`.
 
-    `kind` is one of `GGUF_KINDS`; `merge` and `base` are as in `export_folder`. `imatrix` is a file of llama.cpp with the
-    importance of inputs, for quantized kinds. `ollama` also writes a Modelfile.
+    `kind` is one of `GGUF_KINDS`; `merge` and `base` are as in `export_folder`. `ollama` also writes a Modelfile.
 
     Raises ValueError if the source is missing or damaged, the destination exists, llama.cpp would compute the model or its
-    tokenizer differently, importance is given for a kind that does not use it or for another model, or the `gguf` package is
-    missing; OSError if the disk is full.
+    tokenizer differently, or the `gguf` package is missing; OSError if the disk is full.
     """
     gguf_package()
     if kind not in GGUF_KINDS:
         raise ValueError(f"--gguf is {kind!r}; expected {', '.join(GGUF_KINDS)}.{did_you_mean(kind, GGUF_KINDS)}")
-    if imatrix is not None and kind not in _WEIGHED:
-        raise ValueError(f"--imatrix has no effect on {kind}. Remove it, or choose --gguf {', '.join(_WEIGHED)}.")
-    importance = {} if imatrix is None else read_imatrix(Path(imatrix).expanduser())
     folder, destination = _gguf_destination(source, destination, force)
     for_ollama = destination.with_name("Modelfile")
     if ollama and (for_ollama.is_dir() or (for_ollama.exists() and not force)):
@@ -94,18 +87,14 @@ def export_gguf(
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
     metadata = model_metadata(model, family, kind, destination.stem, tokenizer, stop_ids(model, tokenizer))
     text = modelfile(model, tokenizer, destination.name) if ollama else None
-    mix = Mix(kind, family.architecture, model.config, has_importance=imatrix is not None)
+    mix = Mix(kind, family.architecture, model.config)
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
     entries = {name: (mix.kind_of(name, shape), shape) for name, shape in shapes.items()}
-    if imatrix is not None:
-        named = {name for name in entries if name.startswith("blk.")} - family.unused(model.config).keys()
-        weighed = {name: shape for name, (one, shape) in entries.items() if name in named and one in FORMATS}
-        importance = check_importance(importance, weighed, f"--imatrix {imatrix}")
     needed_bytes = sum(num_bytes(*entry) for entry in entries.values()) + small_files_bytes(tokenizer)
 
     destination.parent.mkdir(parents=True, exist_ok=True)
     with write_whole(destination, on_disk=True) as temporary, room_for(needed_bytes, destination):
-        errors = write_gguf(temporary, family.architecture, metadata, entries, all_tensors(model, family), importance)
+        errors = write_gguf(temporary, family.architecture, metadata, entries, all_tensors(model, family))
     kinds = Counter(one for one, shape in entries.values() if len(shape) > 1)
     mixed = f" ({', '.join(f'{number} tensors as {one}' for one, number in kinds.items())})" if len(kinds) > 1 else ""
     size = f"{destination.stat().st_size / 1e9:.3g} GB"

@@ -4,29 +4,25 @@ A block is a run of weights in a row. It stores a few bits per weight, its code,
 lowest value. Blocks of the k kinds have 256 weights in parts of 16 or 32, and the scales of the parts are quantized too.
 
 A scale is searched: each trial scale rounds the weights to codes, least squares gives the best scale for these codes, and the
-one with the smallest weighted error is kept. The importance of an input feature, the mean square of that input from llama.cpp's
-`llama-imatrix`, multiplies the weight of its error.
+one with the smallest weighted error is kept.
 
-Source: llama.cpp, ggml-quants.c (formats, trial scales, weights of errors), llama-quant.cpp (the kinds of tensors) and
-common/imatrix-loader.cpp.
+Source: llama.cpp, ggml-quants.c (formats, trial scales, weights of errors) and llama-quant.cpp (the kinds of tensors).
 
 Shapes: R rows, C columns, N blocks, P parts of a block, B weights of a block or part, E experts.
 """
 
 import math
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lean_ft.gguf.header import gguf_package, read_header
+from lean_ft.gguf.header import gguf_package
 
 if TYPE_CHECKING:
     from lean_ft.models import DecoderConfig
@@ -41,7 +37,6 @@ class Mix(NamedTuple):
     kind: str
     architecture: str
     config: "DecoderConfig"
-    has_importance: bool
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the kind of the tensor `name`, such as blk.0.attn_q.weight, of `shape` (..., C)."""
@@ -78,8 +73,7 @@ class Mix(NamedTuple):
             ("q5_k", num_experts == 8 and part == "attn_output" and kind in ("q4_k", "iq4_nl")),
             ("q6_k", more_bits and (is_value or is_down)),
             ("q5_k", is_value and ((kind == "iq4_nl" and heads_per_group >= 4) or (kind == "q4_k" and is_70b))),
-            ("q5_k", is_down and early and kind == "iq4_nl" and not self.has_importance),
-            ("q4_1", is_down and early and kind == "q4_0" and self.has_importance),
+            ("q5_k", is_down and early and kind == "iq4_nl"),
         )
         return next((wanted for wanted, holds in rules if holds), kind)
 
@@ -98,33 +92,37 @@ class Errors(dict[str, Tensor]):
         return ", ".join(f"{kind} {float((error / size).sqrt()):.2%}" for kind, (error, size) in sums.items())
 
 
-def quantize(tensor: Tensor, kind: str, importance: Tensor | None = None, errors: Errors | None = None) -> Tensor:
+def quantize(tensor: Tensor, kind: str, errors: Errors | None = None) -> Tensor:
     """Return the stored rows, uint8 (..., bytes), of a tensor (..., C).
 
-    importance: (C,), or (E, C) for a tensor (E, R, C); the mean square of each input feature. Kinds that round without a search
-    (q8_0, mxfp4) ignore it. errors: gets the relative error. Raises ValueError if a weight is too large for the float16 scales.
+    errors: gets the relative error. Raises ValueError if a weight is too large for the float16 scales.
     """
     if tensor.ndim == 3:
-        each = [None] * len(tensor) if importance is None else importance.expand(len(tensor), -1)
-        return torch.stack([quantize(expert, kind, one, errors) for expert, one in zip(tensor, each, strict=True)])
+        return torch.stack([quantize(expert, kind, errors) for expert in tensor])
     gguf, (block, _, encode) = gguf_package(), FORMATS[kind]
+    stored_as = gguf.GGMLQuantizationType[kind.upper()]
     stored = torch.empty(num_bytes(kind, tensor.shape), dtype=torch.uint8).view(len(tensor), -1)
-    if importance is not None:
-        # An input that was always 0 in the data still counts a little.
-        importance = (importance / importance.mean()).nan_to_num_(1.0).float() + 1e-6
 
     def store(rows: Tensor, place: Tensor) -> Tensor:
-        x = rows.float().contiguous().view(-1, block)
-        of_x = None if importance is None else importance.expand_as(rows).reshape(-1, block)
-        torch.cat(encode(x, of_x), 1, out=place.view(len(x), -1))
-        values = torch.from_numpy(gguf.quants.dequantize(place.numpy(), gguf.GGMLQuantizationType[kind.upper()]))
+        rows = rows.float().contiguous()
+        with np.errstate(all="ignore"):  # a scale below or above the range of float16
+            if encode is None:
+                place.copy_(torch.from_numpy(gguf.quants.quantize(rows.numpy(), stored_as)))
+            else:
+                blocks = rows.view(-1, block)
+                torch.cat(encode(blocks), 1, out=place.view(len(blocks), -1))
+            values = torch.from_numpy(gguf.quants.dequantize(place.numpy(), stored_as))
         return torch.stack(
-            [torch.linalg.vector_norm(one, dtype=torch.float64) for one in (values.view_as(x) - x, x)]
+            [torch.linalg.vector_norm(one, dtype=torch.float64) for one in (values.view_as(rows) - rows, rows)]
         ).square()
 
     step = max(1, _SLICE // tensor.shape[1])
     with serial_operations() as num_threads, ThreadPoolExecutor(num_threads) as pool:
         sums = sum(pool.map(store, tensor.split(step), stored.split(step)), torch.zeros(2, dtype=torch.float64))
+    if not bool(torch.as_tensor(sums).isfinite().all()):
+        raise ValueError(
+            "a weight is too large for the float16 scales of a quantized GGUF file. Choose --gguf bf16 or f32."
+        )
     if errors is not None:
         errors[kind] = errors.get(kind, 0) + sums
     return stored
@@ -194,11 +192,6 @@ def _inverse(scale: Tensor) -> Tensor:
     return scale.reciprocal().masked_fill_(scale.abs() < 1e-30, 0)
 
 
-def _error_weight(x: Tensor, importance: Tensor) -> Tensor:
-    """Weights of errors (N, B): larger weights of the model count more."""
-    return importance * (2 * x.square().mean(-1, keepdim=True) + x.square()).sqrt_()
-
-
 def _symmetric(x: Tensor, weight: Tensor, half: int) -> Tensor:
     """Scales (..., 1) for codes from -half to half - 1."""
     inverse = _inverse(_extreme(x))
@@ -211,11 +204,7 @@ def _symmetric(x: Tensor, weight: Tensor, half: int) -> Tensor:
 
 def _half(scale: Tensor) -> Tensor:
     """The bytes (N, 2) of scales (N, 1) in float16."""
-    if not bool((stored := scale.half()).isfinite().all()):
-        raise ValueError(
-            "a weight is too large for the float16 scales of a quantized GGUF file. Choose --gguf bf16 or f32."
-        )
-    return stored.view(torch.uint8)
+    return scale.half().view(torch.uint8)
 
 
 def _pack(fields: Tensor, bits: int) -> Tensor:
@@ -235,25 +224,14 @@ def _code_bytes(codes: Tensor, bits: int = 4) -> list[Tensor]:
     return [*fifth, _pack((codes & 15).view(-1, 2, 16), 4)]
 
 
-def _q4_0(x: Tensor, importance: Tensor | None, bits: int = 4) -> list[Tensor]:
-    half = 2 ** (bits - 1)
-    scale = _extreme(x) / -half if importance is None else _symmetric(x, _error_weight(x, importance), half)
-    codes = _round(x * _inverse(scale), 2 * half - 1, half)
-    return [_half(scale), *_code_bytes(codes, bits)]
+def _q5_1(x: Tensor) -> list[Tensor]:
+    lowest = x.amin(-1, keepdim=True)
+    scale = (x.amax(-1, keepdim=True) - lowest) / 31
+    codes = _round((x - lowest) * _inverse(scale), 31)
+    return [_half(scale), _half(lowest), *_code_bytes(codes, 5)]
 
 
-def _q4_1(x: Tensor, importance: Tensor | None, bits: int = 4) -> list[Tensor]:
-    most = 2**bits - 1
-    if importance is None:
-        lowest = x.amin(-1, keepdim=True)
-        scale = (x.amax(-1, keepdim=True) - lowest) / most
-    else:
-        scale, lowest = _scale_and_lowest(x, _error_weight(x, importance), most)
-    codes = _round((x - lowest) * _inverse(scale), most)
-    return [_half(scale), _half(lowest), *_code_bytes(codes, bits)]
-
-
-def _q8_0(x: Tensor, importance: Tensor | None) -> list[Tensor]:
+def _q8_0(x: Tensor) -> list[Tensor]:
     scale = x.abs().amax(-1, keepdim=True) / 127
     values = x * _inverse(scale)
     codes = values.trunc() + (2 * values.frac()).trunc_()  # halves away from 0
@@ -271,18 +249,17 @@ def _look_up(table: Tensor, values: Tensor) -> Tensor:
     return table.index_select(0, steps.flatten()).view_as(values)
 
 
-def _iq4_nl(x: Tensor, importance: Tensor | None) -> list[Tensor]:
-    weight = x.square() if importance is None else _error_weight(x, importance)
+def _iq4_nl(x: Tensor) -> list[Tensor]:
     inverse = _inverse(_extreme(x))
     trials = (inverse * value for value in (127, *range(-134, -119)))
-    scale = _scale(x, weight, trials, partial(_look_up, _IQ4_NEAREST))
+    scale = _scale(x, x.square(), trials, partial(_look_up, _IQ4_NEAREST))
     return [_half(scale), *_code_bytes(_look_up(_IQ4_CODES, x * _inverse(scale)).to(torch.uint8))]
 
 
 _MXFP4_MIDDLES = torch.tensor([0.5, 1.5, 2.5, 3.5, 5, 7, 10])  # between 0, 1, 2, 3, 4, 6, 8 and 12
 
 
-def _mxfp4(x: Tensor, importance: Tensor | None) -> list[Tensor]:
+def _mxfp4(x: Tensor) -> list[Tensor]:
     exponent = x.abs().amax(-1, keepdim=True).log2_().floor_().add_(125).clamp_(0, 254)
     codes = torch.bucketize(torch.ldexp(x.abs(), (128 - exponent).clamp_(max=127)), _MXFP4_MIDDLES).to(torch.uint8)
     codes += 8 * ((x < 0) & (codes > 0))
@@ -299,12 +276,9 @@ def _in_six_bits(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor
     return stored, codes, (scale * codes)[..., None]
 
 
-def _q4_k(x: Tensor, importance: Tensor | None, bits: int = 4) -> list[Tensor]:
+def _q4_k(x: Tensor, bits: int = 4) -> list[Tensor]:
     parts = x.view(-1, 8, 32)
-    if importance is None:
-        weight = parts.square().mean(-1, keepdim=True).sqrt() + parts.abs()
-    else:
-        weight = _error_weight(x, importance).view_as(parts)
+    weight = parts.square().mean(-1, keepdim=True).sqrt() + parts.abs()
     scale, lowest = _scale_and_lowest(parts, weight, 2**bits - 1)
     of_part = weight.sum(-1)
     scale_bytes, scale_codes, scale = _in_six_bits(scale[..., 0], of_part)
@@ -316,10 +290,9 @@ def _q4_k(x: Tensor, importance: Tensor | None, bits: int = 4) -> list[Tensor]:
     return [scale_bytes, lowest_bytes, *packed, *fifth, _pack((codes & 15).view(-1, 4, 2, 32), 4).flatten(1)]
 
 
-def _q6_k(x: Tensor, importance: Tensor | None) -> list[Tensor]:
+def _q6_k(x: Tensor) -> list[Tensor]:
     parts = x.view(-1, 16, 16)
-    weight = parts.square() if importance is None else importance.view_as(parts)
-    scales = _symmetric(parts, weight, 32)[..., 0]
+    scales = _symmetric(parts, parts.square(), 32)[..., 0]
     stored = _half(_extreme(scales) / -128)
     scale = stored.view(torch.float16).float()
     scale_codes = (scales * _inverse(scale)).round_().clamp_(-128, 127)
@@ -331,15 +304,15 @@ def _q6_k(x: Tensor, importance: Tensor | None) -> list[Tensor]:
 class _Format(NamedTuple):
     block: int  # weights
     num_bytes: int  # of a block
-    encode: Callable[[Tensor, Tensor | None], list[Tensor]]
-    """The parts of the bytes (N, ...) of blocks (N, B), given the importance (N, B) of their weights."""
+    encode: Callable[[Tensor], list[Tensor]] | None = None
+    """The parts of the bytes (N, ...) of blocks (N, B); None if the gguf package encodes them, which has the same bytes. For q5_1,
+    q8_0 and mxfp4 the package has them too, and is up to 1.5x slower than these functions."""
 
 
 FORMATS = {
-    "q4_0": _Format(32, 18, _q4_0),
-    "q4_1": _Format(32, 20, _q4_1),
-    "q5_0": _Format(32, 22, partial(_q4_0, bits=5)),
-    "q5_1": _Format(32, 24, partial(_q4_1, bits=5)),
+    "q4_0": _Format(32, 18),
+    "q5_0": _Format(32, 22),
+    "q5_1": _Format(32, 24, _q5_1),
     "q8_0": _Format(32, 34, _q8_0),
     "iq4_nl": _Format(32, 18, _iq4_nl),
     "mxfp4": _Format(32, 17, _mxfp4),
@@ -347,90 +320,3 @@ FORMATS = {
     "q5_k": _Format(256, 176, partial(_q4_k, bits=5)),
     "q6_k": _Format(256, 210, _q6_k),
 }
-
-
-# Importance -----------------------------------------------------------------------------------------------------------
-
-Importance = dict[str, Tensor]
-"""Matrix of the file, such as blk.0.attn_q.weight -> the importance of its input features, (C,), or (E, C) for experts."""
-
-
-def read_imatrix(file: Path) -> Importance:
-    """Read an importance matrix of llama.cpp, in GGUF or in the older binary format. Raises ValueError if it is damaged."""
-    if not file.is_file():
-        raise ValueError(f"--imatrix: no such file: {file}. Pass a file that llama-imatrix wrote.")
-    with file.open("rb") as stream:
-        is_gguf = stream.read(4) == b"GGUF"
-    found = _read_gguf(file) if is_gguf else _read_binary(file)
-    for name, importance in found.items():
-        if not bool((importance.isfinite() & (importance >= 0)).all()):
-            raise ValueError(f"--imatrix: {file} has a negative or infinite number for {name}. Make it again.")
-    return found
-
-
-def _read_gguf(file: Path) -> Importance:
-    found, (_, tensors) = Importance(), read_header(file)
-    for name, stored in tensors.items():
-        matrix = name.removesuffix(".in_sum2")
-        counts = tensors.get(f"{matrix}.counts")
-        if matrix == name or counts is None or {stored.kind, counts.kind} != {"F32"}:
-            continue
-        sums, number = (
-            torch.from_numpy(np.fromfile(file, np.float32, math.prod(one.shape), offset=one.offset))
-            for one in (stored, counts)
-        )
-        sums = sums.view(-1, stored.shape[-1])  # one dimension in the file of a single matrix
-        if len(number) not in (1, len(sums)):
-            raise ValueError(f"--imatrix: {file} is damaged: {matrix} has {len(number)} counts. Make it again.")
-        found[matrix] = _mean(sums, number[:, None])
-    if not found:
-        raise ValueError(
-            f"--imatrix: {file} has no importance, only other tensors. Pass a file that llama-imatrix wrote."
-        )
-    return found
-
-
-def _read_binary(file: Path) -> Importance:
-    content, found, place = file.read_bytes(), Importance(), 4
-    try:
-        for _ in range(struct.unpack_from("<I", content)[0]):
-            (length,) = struct.unpack_from("<I", content, place)
-            name = content[place + 4 : place + 4 + length].decode()
-            num_calls, size = struct.unpack_from("<iI", content, place + 4 + length)
-            place += 12 + length
-            sums = torch.frombuffer(bytearray(content[place : place + 4 * size]), dtype=torch.float32)
-            if len(sums) != size or name in found or num_calls < 0:
-                raise ValueError("truncated")
-            found[name], place = sums / max(1, num_calls), place + 4 * size
-    except (struct.error, ValueError):  # also of bytes that are not UTF-8, and of an empty buffer
-        found.clear()
-    if not found:
-        raise ValueError(
-            f"--imatrix: {file} is damaged, or not an importance matrix. Pass a file that llama-imatrix wrote."
-        )
-    return found
-
-
-def check_importance(importance: Importance, shapes: Mapping[str, tuple[int, ...]], source: str) -> Importance:
-    """Return the importance of the matrices `shapes` of the file, in the shape for `quantize`.
-
-    Raises ValueError if a matrix has none, or one of another size. source: where the importance comes from.
-    """
-    remedy = "Make it with llama-imatrix from this model."
-    if missing := [name for name in shapes if name not in importance]:
-        raise ValueError(
-            f"{source} lacks {len(missing)} of the {len(shapes)} matrices to quantize, such as {missing[0]}. {remedy}"
-        )
-    checked = Importance()
-    for name, shape in shapes.items():
-        expected = shape[-1] * (shape[0] if len(shape) == 3 else 1)
-        if importance[name].numel() != expected:
-            found = f"{importance[name].numel():,} numbers for {name}; expected {expected:,}"
-            raise ValueError(f"{source} has {found}, as it is of another model. {remedy}")
-        checked[name] = importance[name].view(*shape[:-2], -1)
-    return checked
-
-
-def _mean(sums: Tensor, counts: Tensor) -> Tensor:
-    """The importance (C,) or (E, C). All features of an expert that saw no token count the same."""
-    return torch.where(counts > 0, sums / counts, 1.0).float().squeeze(0)

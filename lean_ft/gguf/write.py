@@ -4,7 +4,7 @@ Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor name
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -112,12 +112,10 @@ def write_gguf(
     metadata: dict[str, Any],
     entries: dict[str, tuple[str, tuple[int, ...]]],
     tensors: Iterable[tuple[str, Tensor]],
-    importance: Mapping[str, Tensor] = {},
 ) -> Errors:
     """Write a file, and return the relative errors of its quantized tensors.
 
-    entries: kind and shape of each tensor. importance: as `quantize` takes it, by tensor. Floats of the metadata are stored in 32
-    bits. Raises ValueError if a weight is too large for its kind.
+    entries: kind and shape of each tensor. Floats of the metadata are stored in 32 bits. Raises ValueError if a weight is too large for its kind.
     """
     gguf = gguf_package()
     writer, errors = gguf.GGUFWriter(file, architecture), Errors()
@@ -135,7 +133,7 @@ def write_gguf(
     for name, tensor in tensors:
         kind = entries[name][0]
         if kind in FORMATS:
-            data = quantize(tensor, kind, importance.get(name), errors).numpy()
+            data = quantize(tensor, kind, errors).numpy()
         elif kind == "bf16":
             data = tensor.to(torch.bfloat16).view(torch.uint16).numpy()
         else:

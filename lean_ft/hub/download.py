@@ -7,13 +7,12 @@ one file. (hf-xet still transfers a large file in parallel.) `snapshot_download`
 it stops, and records a branch's new commit before its files are there.
 """
 
-import contextlib
 import json
 import logging
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -162,32 +161,32 @@ def _invalid_answer(what: str, found: Any) -> DownloadFailed:
     )
 
 
-@contextlib.contextmanager
-def _checked_answers(commit: str | None) -> Iterator[None]:
-    """Inside the block, reject invalid ETags and commits in HTTP headers: the client uses both as parts of paths."""
-    from huggingface_hub import file_download
+def _check_metadata(name: RepositoryName, file: str) -> None:
+    """Raise DownloadFailed if the Hub's ETag or commit of a file is invalid: the client uses both as parts of paths."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    get_metadata = file_download.get_hf_file_metadata
-
-    def get_checked_metadata(*arguments: Any, **named: Any) -> Any:
-        try:
-            found = get_metadata(*arguments, **named)
-        except Exception as error:  # the client records a missing file under the commit of the response
-            headers = getattr(getattr(error, "response", None), "headers", {})
-            if headers.get("X-Repo-Commit", commit) != commit:
-                raise _invalid_answer("the commit", headers["X-Repo-Commit"]) from error
-            raise
-        if found.commit_hash not in (None, commit):
-            raise _invalid_answer("the commit", found.commit_hash)
-        if found.etag is not None and not _ETAG.fullmatch(found.etag):
-            raise _invalid_answer("an ETag", found.etag)
-        return found
-
-    file_download.get_hf_file_metadata = get_checked_metadata
     try:
-        yield
-    finally:
-        file_download.get_hf_file_metadata = get_metadata
+        found = get_hf_file_metadata(hf_hub_url(name.repo, file, revision=name.revision))
+    except Exception as error:  # the client records a missing file under the commit of the response
+        headers = getattr(getattr(error, "response", None), "headers", {})
+        if headers.get("X-Repo-Commit", name.revision) != name.revision:
+            raise _invalid_answer("the commit", headers["X-Repo-Commit"]) from error
+        raise
+    if found.commit_hash not in (None, name.revision):
+        raise _invalid_answer("the commit", found.commit_hash)
+    if found.etag is not None and not _ETAG.fullmatch(found.etag):
+        raise _invalid_answer("an ETag", found.etag)
+
+
+def _check_file(path: Path, size_bytes: int, home: Path) -> None:
+    """Raise DownloadFailed if a file is outside of `home`, or has another size than the Hub says."""
+    if not path.resolve().is_relative_to(home.resolve()):
+        raise _invalid_answer("the place of a file", path.resolve())
+    if size_bytes and path.stat().st_size != size_bytes:
+        raise DownloadFailed(
+            f"{path} has {path.stat().st_size:,} bytes, and the Hub's file has {size_bytes:,}. Delete {path.resolve()} and repeat "
+            "the command."
+        )
 
 
 def _select(repo: str, sizes: dict[str, int], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
@@ -221,16 +220,20 @@ def _check_output_dir(folder: Path) -> Path:
     return folder
 
 
+def _is_present(name: RepositoryName, file: str, size_bytes: int, folder: Path | None) -> bool:
+    """Whether a file of a commit is in `folder`, or by default in the Hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if folder is not None:
+        return (folder / file).is_file() and (folder / file).stat().st_size == size_bytes
+    return isinstance(try_to_load_from_cache(name.repo, file, revision=name.revision), str)
+
+
 def _check_disk(name: RepositoryName, sizes: dict[str, int], folder: Path | None) -> None:
     """Raise DownloadFailed if the disk has no room for the missing files."""
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
 
-    def is_present(file: str) -> bool:
-        if folder is not None:
-            return (folder / file).is_file() and (folder / file).stat().st_size == sizes[file]
-        return isinstance(try_to_load_from_cache(name.repo, file, revision=name.revision), str)
-
-    needed = sum(size for file, size in sizes.items() if not is_present(file))
+    needed = sum(size for file, size in sizes.items() if not _is_present(name, file, size, folder))
     target = Path(constants.HF_HUB_CACHE) if folder is None else folder.absolute()
     while not target.exists():
         target = target.parent
@@ -251,14 +254,17 @@ def _fetch(name: RepositoryName, sizes: dict[str, int], folder: Path | None) -> 
         if not in_terminal and size >= 10**8:  # in a terminal, the client shows progress bars
             print(f"downloading {file}, {gigabytes(size)}", file=sys.stderr, flush=True)
         try:
-            with explained(name.repo, name.revision), _checked_answers(name.revision):
+            with explained(name.repo, name.revision):
+                if folder is not None or not _is_present(name, file, size, folder):  # the client asks the Hub for it
+                    _check_metadata(name, file)
                 path = Path(hf_hub_download(name.repo, file, revision=name.revision, local_dir=folder))
+                snapshot_folder = folder or path.parents[len(PurePosixPath(file).parts) - 1]
+                _check_file(path, size, folder or snapshot_folder.parents[1])
         except KeyboardInterrupt as error:
             error.add_note(
                 f"{num_complete} of {len(sizes)} files of {name.repo} are complete and kept. The same command resumes with {file}."
             )
             raise
-        snapshot_folder = folder or path.parents[len(PurePosixPath(file).parts) - 1]
     return snapshot_folder
 
 

@@ -45,11 +45,10 @@ class MemoryConfig(Settings):
     loss_accumulation_dtype: Literal["float32", "weight"] = "float32"
     """Dtype that accumulates the output weight's gradient over chunks: `float32`, or the weight's own dtype, which
     takes half the memory and rounds once per chunk."""
-    attention: Literal["auto", "flash2", "flash3", "flash4", "own", "eager"] = "auto"
-    """GPU: the kernel of attention. `flash2`, `flash3` and `flash4`: PyTorch's FlashAttention kernels of this version; 3 needs
-    Hopper and the package flash_attn_interface, 4 needs Hopper or Blackwell and flash-attn-4. Layers that these lack (soft
-    caps, heads over 256 features) use `own`. `own`: Triton kernels of lean_ft. `eager`: blocks of PyTorch operations, slow.
-    `auto`: the newest flash kernels of the card whose package is installed."""
+    attention: Literal["auto", "flash2", "own", "eager"] = "auto"
+    """GPU: the kernel of attention. `auto`: PyTorch's newest FlashAttention kernels of the card whose package is installed (3 on
+    Hopper, 4 on Blackwell), else `flash2`, those that PyTorch contains. Layers that these lack (soft caps, heads over 256
+    features) use `own`, Triton kernels of lean_ft. `eager`: blocks of PyTorch operations, slow."""
     host_pool: bool | None = None
     """CPU: use a caching allocator that keeps freed memory for later tensors, so that steps do not wait for new pages.
     Needs Linux and a C++ compiler. null: true if available."""

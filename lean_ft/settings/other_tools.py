@@ -60,7 +60,9 @@ def equivalent(part: str, name: str, value: str) -> Equivalent | None:
     matching = (row for pattern, row in rows.items() if "*" in pattern and fnmatchcase(name, pattern))
     row = rows[name] if name in rows else next(matching, None)
     if isinstance(row, dict):
-        row = by_lower_value(row).get(value.lower(), row.get("any"))
+        values = by_lower_value(row)
+        alike = (text for pattern, text in values.items() if "*" in pattern and fnmatchcase(value.lower(), pattern))
+        row = values[value.lower()] if value.lower() in values else next(alike, row.get("any"))
     return None if row is None else read_equivalent(row)
 
 

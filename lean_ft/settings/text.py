@@ -69,6 +69,15 @@ def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
     return not reader.problems
 
 
+def problems_of(config_class: type[BaseModel], values: dict[str, Any]) -> tuple[list[str], list[Setting]]:
+    """Return the problems of nested values, most of them as `key: reason`, and the required settings that are missing."""
+    reader, (read, _) = _Reader(config_class, ""), parse_yaml(to_yaml(values))
+    for name, value in (read or {}).items():
+        reader._take(name, value, lambda key: "")
+    _, missing = reader.validate()
+    return reader.problems, missing
+
+
 def preset_recipe(preset: Path) -> str | None:
     """Return the recipe that a preset names with `recipe: NAME`, or None."""
     values, _ = read_yaml_file(preset)

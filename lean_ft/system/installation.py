@@ -1,12 +1,9 @@
 """How lean_ft is installed here, and the commands that add its optional packages."""
 
-import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -32,38 +29,6 @@ def install_command(extra: str) -> str:
 def checkout() -> Path | None:
     """Return the folder of the clone that this package is in, or None if it was copied into site-packages."""
     return _ROOT if (_ROOT / "pyproject.toml").is_file() else None
-
-
-def source_elsewhere() -> str:
-    """Return where another machine can install this lean_ft from: `git+URL@commit`, or the URL or path of a wheel.
-
-    Raises ValueError if only this machine has it.
-    """
-    folder = checkout()
-    if folder is not None:
-        remote, commit = _git(folder, "remote", "get-url", "origin"), _git(folder, "rev-parse", "HEAD")
-        url = re.sub(r"//[^/@]*@", "//", re.sub(r"^git@([^:]+):", r"https://\1/", remote))  # without a user's token
-        if url.startswith("https://") and _git(folder, "branch", "--remotes", "--contains", commit):
-            return f"git+{url}@{commit}"
-    else:
-        origin = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
-        url = origin.get("url", "")
-        if "vcs_info" in origin:
-            return f"git+{url}@{origin['vcs_info']['commit_id']}"
-        if url.endswith(".whl") and (url.startswith("https://") or Path(url.removeprefix("file://")).is_file()):
-            return url.removeprefix("file://")
-    raise ValueError(
-        f"--source is missing: other machines cannot install lean_ft from {folder or _ROOT}. Push the commit of your clone to a "
-        f"remote repository, or build a wheel with `pip wheel --no-deps -w . {folder or 'CLONE'}` and pass --source FILE.whl."
-    )
-
-
-def _git(folder: Path, *words: str) -> str:
-    """Return what a git command prints; empty if it fails."""
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *words]  # fsmonitor may name a program to run
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    return ""
 
 
 def _pip_install() -> list[str]:

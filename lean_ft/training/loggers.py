@@ -14,12 +14,12 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 from lean_ft.settings import LogConfig
 from lean_ft.system.log import say
@@ -255,24 +255,33 @@ class _MLflow(_Logger):
         self._client.set_terminated(self._id, status="FINISHED" if done else "KILLED")
 
 
+@contextmanager
+def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Context manager that sets environment variables of this process, or removes those that are None."""
+    before = {name: os.environ.pop(name, None) for name in changes}
+    os.environ.update({name: value for name, value in changes.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 class _Trackio(_Logger):
     """A Trackio run: on the server that a variable names, or in Trackio's folder; with log.offline in the run directory.
 
-    Trackio's threads write the lines. A step that is repeated after a resume is there twice.
+    Trackio's threads write the lines. A step that is repeated after a resume is there twice. Trackio asks the Hub for the
+    name of the account, if this machine has a token; HF_HUB_OFFLINE=1 prevents it.
     """
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
-        from huggingface_hub import constants
-
         where = (directory / "trackio").absolute()
         known = _records(directory).get("trackio") if start_step else None
-        # Offline, it is opened without the server's name, and does not ask the hub for the user's name.
-        is_offline = cfg.offline or constants.HF_HUB_OFFLINE
-        with patch.dict(os.environ), patch.object(constants, "HF_HUB_OFFLINE", is_offline):
-            if cfg.offline:
-                os.environ["TRACKIO_DIR"] = str(where)  # read once, when Trackio is imported
-                for name in _SERVERS["trackio"]:
-                    os.environ.pop(name, None)
+        # Trackio reads its folder once, when it is imported, and the server when a run begins.
+        offline = {"TRACKIO_DIR": str(where), **dict.fromkeys(_SERVERS["trackio"])}
+        with _environment(offline if cfg.offline else {}):
             trackio = importlib.import_module("trackio")
             if cfg.offline and Path(trackio.utils.TRACKIO_DIR) != where:
                 raise ValueError(

@@ -7,7 +7,7 @@ import yaml
 
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings.run import LOGGER_PACKAGES
-from tests.settings.test_from_torchtune import BASE
+from tests.settings.test_converted_config import TORCHTUNE
 
 
 def test_what_it_writes_is_valid_and_what_it_leaves_out_is_told(leanft, tmp_path, monkeypatch):
@@ -20,7 +20,7 @@ def test_what_it_writes_is_valid_and_what_it_leaves_out_is_told(leanft, tmp_path
     }
     # Activation offloading is not valid on a CPU.
     here["enable_activation_offloading: True"] = "enable_activation_offloading: False"
-    text = BASE
+    text = TORCHTUNE
     for there, path in here.items():
         assert there in text
         text = text.replace(there, path)
@@ -44,7 +44,7 @@ adapter: qlora
 lora_r: 4
 lora_alpha: 8
 lora_target_linear: true
-datasets: [{path: chats.jsonl, type: chat_template, field_messages: talk}]
+datasets: [{path: chats.jsonl, type: chat_template}]
 val_set_size: 0.2
 sequence_len: 64
 sample_packing: true
@@ -77,13 +77,8 @@ output_dir: run
 @pytest.mark.parametrize("theirs", [LLAMA_FACTORY, AXOLOTL], ids=["LLaMA-Factory", "axolotl"])
 def test_a_converted_configuration_trains(theirs, leanft, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'talk': CHAT})}\n" * 20)
-    info = {
-        "file_name": "chats.jsonl",
-        "formatting": "sharegpt",
-        "columns": {"messages": "talk"},
-        "tags": {"role_tag": "role"},
-    }
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 20)
+    info = {"file_name": "chats.jsonl", "formatting": "sharegpt"}
     (tmp_path / "dataset_info.json").write_text(json.dumps({"chats": info}))
     (tmp_path / "theirs.yaml").write_text(theirs)
     leanft.ok("convert-config", "theirs.yaml", "-o", "ours.yaml")

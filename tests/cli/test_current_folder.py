@@ -27,7 +27,6 @@ COMMANDS = {
     "cat": ["cat", "finetune"],
     "validate": ["validate", "--config", "tiny/full"],
     "preview": ["data", "preview", "--config", "tiny/full"],
-    "slurm": ["slurm", "finetune", "--config", "tiny/full"],
     "plan": ["plan", "--config", "tiny/full"],
     "env": ["env"],
     "check": ["check", "tiny", "--quick"],

@@ -1,10 +1,8 @@
 """Names that others chose (paths, presets, rows, template texts) stay text in every file and line that lean_ft writes for a program."""
 
-import itertools
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,17 +15,6 @@ from lean_ft.system import catalog
 from lean_ft.training.curves import draw_curves
 
 CONTROL = ["a\nb", "a\rb", "a\tb", "a\x1b[2Jb", "a\x00b", "a\x85b", "a\u2028b", "a\u202eb"]
-SHELL = [
-    "$(touch pwned)",
-    "`touch pwned`",
-    "'; touch pwned #",
-    '"; touch pwned #',
-    "a && touch pwned",
-    "EOF",
-    "{{ 7*7 }}",
-]
-PROGRAM = ['x"""\nimport os', "JOB", "x'''", "---", "x: [", *SHELL]
-JOB = {"--output": "job", "--image": "org/image:tag", "--source": "git+https://example.org/x@abc"}
 ONLINE = ("grpo", ["model.path=tiny", "data.source=x", "rewards=[length]"])
 TUNED = ("finetune", ["model.path=tiny", "data.source=x"])
 PLACES = [
@@ -53,53 +40,6 @@ def test_no_path_or_name_has_control_characters(name: str) -> None:
         with pytest.raises(ValueError, match="control characters, found") as raised:
             load_config(config, None, [*settings, f"{key}={json.dumps(name + end)}"])
         assert name not in str(raised.value)
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize("name", PROGRAM)
-def test_a_job_file_has_no_foreign_text(leanft, tmp_path, monkeypatch, name: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text('{"text": "a"}\n')
-    files = ["preset.yaml", "rows.jsonl"]
-    for kind, place in itertools.product(("modal", "hf-jobs", "skypilot"), ("output_dir", *JOB)):
-        preset = {"recipe": "finetune", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
-        words = JOB | {place: name}
-        preset["output_dir"] = words.pop("output_dir", "mine")
-        Path("preset.yaml").write_text(yaml.safe_dump(preset))
-        volume = "me/runs" if kind == "hf-jobs" else "runs"
-        options = [word for option in words.items() for word in option]
-        answer = leanft("launch-file", kind, "--config", "preset.yaml", "--volume", volume, *options)
-        if re.fullmatch(r"[\w.-]+", name):
-            assert answer.code == 0, (kind, place, answer.err)
-            (written,) = [path for path in Path().iterdir() if path.name not in files]
-            assert kind != "modal" or compile(written.read_text(), "job", "exec")
-            written.unlink()
-        else:
-            assert answer.code == 2 and place in answer.err, (kind, place, answer.err)
-        assert sorted(path.name for path in tmp_path.iterdir()) == files, (kind, place)
-
-
-def test_a_slurm_script_passes_words_as_they_are(leanft, tmp_path, monkeypatch) -> None:
-    recorder = f"#!{sys.executable}\nimport json, sys\nopen('calls', 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).write_text(recorder)
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.chdir(tmp_path)
-    keys = ("log.name", "output_dir", "log.project", "data.system", "data.subset", "data.split", "data.chat_template")
-    words = [
-        "finetune",
-        "model.path=tiny",
-        "data.source=x",
-        *(f"{key}={name}" for key, name in zip(keys, SHELL, strict=True)),
-    ]
-    Path("job").write_text(leanft.ok("slurm", *words).out)
-    assert subprocess.run(["bash", "job"], timeout=20).returncode == 0
-    assert json.loads(Path("calls").read_text().splitlines()[-1])[-len(words) - 1 : -1] == words
-    assert not Path("pwned").exists()
-    for option in ("--partition", "--account", "--time"):
-        for value in ("a\ntouch pwned", "a b", "$(x)"):
-            assert option in leanft.refused("slurm", "finetune", "model.path=tiny", "data.source=x", option, value)
 
 
 @pytest.mark.parametrize("name", ["a b", "a$(touch pwned)", "it's"])

@@ -25,7 +25,7 @@ WITH_SHIPPED_RECIPES = [
     ("export tiny out --max-shard-size 5", "is '5'; expected a number and a unit: 24GiB, 5GB, 800MB."),
     ("export tiny out.gguf --gguf f32 --dtype float32", "--gguf cannot be combined with --dtype"),
     ("export tiny out --gguf f32", "expected a name that ends in .gguf"),
-    ("export tiny out --imatrix rows.dat", "--imatrix is only used with --gguf"),
+    ("export tiny out --ollama", "--ollama is only used with --gguf"),
     ("export tiny out --shard-size 1GB", "no option --shard-size. Did you mean '--max-shard-size'?"),
     ("export tiny", "DEST"),
     (f"plan finetune --nodes 2 {PLAN}", "--nodes 2 needs --gpus N"),
@@ -41,7 +41,6 @@ WITH_SHIPPED_RECIPES = [
     (f"{KEEP} kept --top-k 8 --force", "cannot be combined with --per-token or --force"),
     (f"{KEEP} a --top-k 8", "already exists"),
     (f"{DISTILL} distill.teacher=null", "found neither"),
-    ("slurm finetune -c tiny/full gradient_accumulation_steps=4", "=4 counts the batches of a step"),
 ]
 REPEATING = [
     ("check tiny --config tiny/none", "tiny/none"),
@@ -55,12 +54,6 @@ REPEATING = [
     (f"{DISTILL} distill.teacher=./none", "./none"),
     (f"{DISTILL} distill.on_policy=0.5 data.packing=bfd", "samples completions of unknown length"),
     (f"{DISTILL} distill.teacher=null distill.cached=a", "is not a folder of a teacher's predictions"),
-    ("slurm finetune -c tiny/full batch_size=x", "batch_size"),
-    ("slurm finetune -c tiny/full parallel.replicate=3", "needs a multiple of 3 processes, and there are 8"),
-    (
-        "slurm full_finetune_single_device -c tiny/full gradient_accumulation_steps=8",
-        "so it needs one process, and 8 were",
-    ),
 ]
 WITH_TOY_RECIPES = [
     ("rnu", "no such command 'rnu'", "'run'", "leanft --help"),

@@ -168,6 +168,18 @@ def test_answers_that_would_become_paths_are_rejected(server, tmp_path, what, li
     assert not list(outside.iterdir())
 
 
+def test_a_file_that_is_cut_short_is_not_taken(server):
+    weights = hub.download("org/model").folder / "model.safetensors"
+    blob = weights.resolve()
+    blob.write_bytes(FILES["model.safetensors"][:1000])
+    with pytest.raises(
+        hub_errors.DownloadFailed, match=r"model.safetensors has 1,000 bytes, and the Hub's file has 204,800"
+    ):
+        hub.download("org/model")
+    blob.unlink()
+    assert (hub.download("org/model").folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
 @pytest.mark.parametrize("name", ["../evil.safetensors", "/etc/evil.safetensors", "a\0.safetensors", "a" * 300])
 def test_an_unsafe_file_name(server, repository, name):
     repository.commits[NEW][name] = b"evil"

@@ -192,6 +192,7 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "lora=true": "Did you mean 'lora={}'?",
         "data.packing=true": "Did you mean 'data.packing=bfd'?",
         "memory.activation_checkpointing=true": "Did you mean 'memory.activation_checkpointing=full'?",
+        "memory.attention=flash3": "Did you mean 'memory.attention=auto'? Auto uses FlashAttention 3 on Hopper",
         "model.dtype=auto": "Did you mean 'model.dtype=bfloat16'?",
         "clip_grad_norm=None": "Did you mean 'clip_grad_norm=null'?",
         "max_steps=-1": "Did you mean 'max_steps=null'?",

@@ -1,6 +1,5 @@
-"""The printed commands that add optional packages, and the source of this installation for other machines."""
+"""The printed commands that add optional packages."""
 
-import json
 import os
 import re
 import shlex
@@ -9,12 +8,11 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from lean_ft.system import installation
-from lean_ft.system.installation import install_command, source_elsewhere
+from lean_ft.system.installation import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -41,51 +39,6 @@ def test_the_command_is_for_the_python_that_runs(monkeypatch: pytest.MonkeyPatch
     assert install_command("plots").startswith(f"{sys.executable} -m pip install ")
     monkeypatch.setattr(installation.metadata, "distributions", lambda name: [])
     assert install_command("plots").startswith(f"uv pip install --python {sys.executable} ")
-
-
-def _git(folder: Path, *words: str) -> str:
-    named = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
-    done = subprocess.run(["git", *named, "-C", folder, *words], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def test_another_machine_installs_the_pushed_commit_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remote, clone = tmp_path / "remote", tmp_path / "clone"
-    for folder in (remote, clone):
-        folder.mkdir()
-    _git(remote, "init", "--bare")
-    _git(clone, "init")
-    _git(clone, "commit", "--allow-empty", "-m", "first")
-    monkeypatch.setattr(installation, "checkout", lambda: clone)
-    with pytest.raises(ValueError, match=f"pip wheel --no-deps -w . {clone}"):  # no remote repository
-        source_elsewhere()
-    _git(clone, "remote", "add", "origin", str(remote))
-    _git(clone, "push", "origin", "main")
-    for url in ("https://me:secret@example.org/me/lean_ft.git", "git@example.org:me/lean_ft.git"):
-        _git(clone, "remote", "set-url", "origin", url)
-        assert source_elsewhere() == f"git+https://example.org/me/lean_ft.git@{_git(clone, 'rev-parse', 'HEAD')}"
-    _git(clone, "commit", "--allow-empty", "-m", "not pushed")
-    with pytest.raises(ValueError, match="Push the commit of your clone"):
-        source_elsewhere()
-
-
-def test_another_machine_installs_what_pip_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation, "checkout", lambda: None)
-    (wheel := tmp_path / "lean_ft.whl").write_text("")
-    for origin, expected in (
-        ({"url": "https://example.org/r", "vcs_info": {"commit_id": "abc"}}, "git+https://example.org/r@abc"),
-        ({"url": "https://example.org/lean_ft.whl", "archive_info": {}}, "https://example.org/lean_ft.whl"),
-        ({"url": f"file://{wheel}", "archive_info": {}}, str(wheel)),
-        ({"url": f"file://{tmp_path}/gone.whl", "archive_info": {}}, None),
-        ({}, None),
-    ):
-        installed = SimpleNamespace(read_text=lambda _, origin=origin: json.dumps(origin))
-        monkeypatch.setattr(metadata, "distribution", lambda _, installed=installed: installed)
-        if expected is None:
-            with pytest.raises(ValueError, match="--source is missing"):
-                source_elsewhere()
-        else:
-            assert source_elsewhere() == expected
 
 
 def test_every_named_extra_exists() -> None:

@@ -5,7 +5,7 @@ operations (`row_attention`), which run everywhere and are slow.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 import torch
@@ -20,9 +20,7 @@ Kernel = Literal["flash", "own", "eager"]
 
 _CAPABILITY = (8, 0)  # Ampere: the first cards whose kernels support documents, windows and grouped heads
 _LARGEST_HEAD = {"flash": 256, "own": 512, "FA4": 128}  # features; FA4 is the limit of its backward pass
-# A choice -> PyTorch's name of its kernels, the major compute capabilities that they need, and their names.
-_NEWER = {"flash3": ("FA3", (9,), "9.0 (Hopper)"), "flash4": ("FA4", (9, 10), "9.0 or 10.0 (Hopper, Blackwell)")}
-_FASTEST = {9: "FA3", 10: "FA4"}  # by major compute capability
+_FASTEST = {9: "FA3", 10: "FA4"}  # PyTorch's name of the newest kernels, by major compute capability
 
 _choice = "auto"
 
@@ -30,22 +28,18 @@ _choice = "auto"
 def use_attention(choice: str, dtype: torch.dtype, device: torch.device) -> None:
     """Set `memory.attention` for this process. Raises ValueError if the choice cannot run."""
     global _choice
-    is_auto, name = choice == "auto", _NEWER.get(choice, (None,))[0]
-    if not is_auto and (reason := _reason_against(choice, dtype, device)) is not None:
+    if choice != "auto" and (reason := _reason_against(choice, dtype, device)) is not None:
         raise ValueError(f"memory.attention={choice} is not possible: {reason}. Set memory.attention=auto.")
     _choice = choice
-    if is_auto and device.type == "cuda" and dtype.itemsize == 2 and _active() is None:
+    if choice != "auto":
+        if _active() is not None:
+            torch_attention.restore_flash_attention_impl()
+    elif device.type == "cuda" and dtype.itemsize == 2 and _active() is None:
         name = _FASTEST.get(torch.cuda.get_device_capability(device)[0])
-    if name is not None:
-        try:
-            torch_attention.activate_flash_attention_impl(name)
-        except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:
-            if not is_auto:
-                raise ValueError(
-                    f"memory.attention={choice} is not possible: {error}. Set memory.attention=auto."
-                ) from None
-    elif not is_auto and _active() is not None:
-        torch_attention.restore_flash_attention_impl()
+        # This torch has no such kernels, or their package is missing or damaged.
+        with suppress(AttributeError, ImportError, OSError, RuntimeError, ValueError):
+            if name is not None:
+                torch_attention.activate_flash_attention_impl(name)
 
 
 def kernel_of(query: Tensor, *, is_plain: bool, sinks: bool = False) -> Kernel | None:
@@ -160,7 +154,5 @@ def _reason_against(choice: str, dtype: torch.dtype, device: torch.device) -> st
     card = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
     if capability < _CAPABILITY:
         return f"the kernel needs 8.0 (Ampere) or newer, and {card}"
-    if choice == "own" and not HAS_TRITON:
-        return "it needs Triton and a C compiler (gcc or clang), and one is missing"
-    name, majors, needed = _NEWER.get(choice, ("", (capability[0],), ""))
-    return None if capability[0] in majors else f"{name} needs {needed}, and {card}"
+    needs_triton = choice == "own" and not HAS_TRITON
+    return "it needs Triton and a C compiler (gcc or clang), and one is missing" if needs_triton else None

@@ -100,7 +100,6 @@ HOPPER, BLACKWELL, GPU = (9, 0), (10, 0), torch.device("cuda")
         ("auto", (AMPERE, BOTH, BOTH), []),
         ("auto", (HOPPER, BOTH, BOTH, True), []),
         ("flash2", (HOPPER, BOTH, BOTH), []),
-        ("flash4", (HOPPER, BOTH, BOTH), ["FA4"]),
     ],
 )
 def test_newer_flash_kernels_are_activated_where_pytorch_offers_them(card, choice, card_facts, activated):
@@ -112,15 +111,6 @@ def test_newer_flash_kernels_are_activated_where_pytorch_offers_them(card, choic
 @pytest.mark.parametrize(
     ("choice", "dtype", "card_facts", "reason"),
     [
-        (
-            "flash3",
-            BF16,
-            (AMPERE, BOTH, BOTH),
-            r"FA3 needs 9.0 \(Hopper\), and the card has compute capability 8.0",
-        ),
-        ("flash3", BF16, (HOPPER, BOTH, ()), "No module named 'flash_attn_interface'"),
-        ("flash3", BF16, (HOPPER, BOTH, BOTH, True), "libcudart.so.12 is missing"),
-        ("flash4", BF16, (BLACKWELL, ("FA3",), BOTH), "Unknown flash attention impl 'FA4'"),
         ("own", FLOAT32, (HOPPER,), "the kernel computes in 16 bits, and model.dtype=float32"),
         ("flash2", torch.float16, (TURING,), r"the kernel needs 8.0 \(Ampere\) or newer"),
     ],
