@@ -252,12 +252,12 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     if config is not None:
         return None, settings
     from lean_ft.data.formats import FORMATS, NUM_ROWS_TO_DETECT
-    from lean_ft.data.sources import first_rows
+    from lean_ft.data.sources import RowSources
 
     of_rows = tuple(f"data.{name}" for name in RowsConfig.model_fields)
     of_file = [word for word in settings if word.startswith(of_rows)]
     data = load_run("finetune", None, ["model.path=tiny", *of_file])[1].data
-    rows = first_rows(data.source, NUM_ROWS_TO_DETECT, data)
+    rows = RowSources.of(data).first_rows(NUM_ROWS_TO_DETECT)
     fields = next((list(row.fields) for row in rows if row.problem is None), [])
     names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
     has_answers = any(names >= {*format.required} for format in FORMATS.values())

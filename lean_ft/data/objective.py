@@ -79,8 +79,3 @@ def objective_of(config: DataConfig) -> Objective:
             "SFTDataConfig, PreferenceDataConfig or another class of lean_ft.settings that has an objective."
         )
     return import_module(f"lean_ft.data.{config.objective}").OBJECTIVE
-
-
-def settings_class(config: DataConfig) -> type[DataConfig]:
-    """Return the class of lean_ft.settings that the recipe's settings class extends."""
-    return next(kind for kind in type(config).__mro__ if kind.__module__ == DataConfig.__module__)

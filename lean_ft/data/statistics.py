@@ -12,7 +12,7 @@ import numpy as np
 from lean_ft.data.arrangement import row_order
 from lean_ft.data.batch import rounded_up
 from lean_ft.data.columns import Columns
-from lean_ft.data.documents import Parts
+from lean_ft.data.documents import Parts, renderer_of
 from lean_ft.data.images import num_embeddings
 from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack
@@ -55,8 +55,8 @@ class AtLength:
 def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     """Read and tokenize `config.source`, keeping only lengths. Raises ValueError as `prepare_batches` does."""
     uncut = config.model_copy(update={"max_length": ANY_LENGTH, "overflow": "truncate", "packing": "none"})
-    parts = Parts(uncut, tokenizer, config.source)
-    merge = 1 if tokenizer.image_rules is None else tokenizer.image_rules.merge
+    render = renderer_of(uncut, tokenizer)
+    parts, merge = Parts(render), 1 if render.rules is None else render.rules.merge
 
     def of_images(part: Columns) -> np.ndarray:
         return num_embeddings(part.values, merge) if "image_grids" in part.values else np.empty(0, dtype=np.int64)

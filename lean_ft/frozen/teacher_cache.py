@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lean_ft.data import Batch, EvalBatches, sft_batches
+from lean_ft.data import Batch, EvalBatches, prepare_batches
 from lean_ft.data.columns import Columns
-from lean_ft.data.prepare import NOT_IN_FINGERPRINT
+from lean_ft.data.keys import NOT_IN_FINGERPRINT
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
 from lean_ft.models.device import check_dtype, resolve_device
@@ -62,7 +62,7 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
     device = resolve_device(cfg.device)
     check_dtype(cfg.model.dtype, device)
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    trained, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=0)
+    trained, held_out = prepare_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=0)
     model = load_frozen(
         cfg.model.path,
         device,

@@ -193,6 +193,11 @@ class DataConfig(RowsConfig):
         """Maximum tokens of a sequence; None if packing accepts any length."""
         return self.max_length if self.packing in ("none", "bfd") else None
 
+    def importable(self) -> "DataConfig":
+        """The same settings without those of a recipe's own class, which worker processes cannot import."""
+        kind = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
+
     @model_validator(mode="after")
     def _check_packing(self) -> "DataConfig":
         if self.longest is None and self.overflow != "truncate":
