@@ -17,12 +17,12 @@ from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
 from lean_ft.data.images import MARK, UnreadableImageError, documents_of, with_sizes
 from lean_ft.data.media import image_fields
-from lean_ft.data.objective import objective_of
+from lean_ft.data.objective import objective_of, own_files
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.report import MARK_IN_TEXT, DataReport, count
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.sources import RowSources
-from lean_ft.data.workers import map_in_processes
+from lean_ft.data.workers import FromFiles, map_in_processes
 from lean_ft.images.rules import ImageRules
 from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.environment import usable_cores
@@ -205,8 +205,8 @@ class Parts:
         rows, config = self._render.sources.rows(self._digest), self._render.config
         beginning = list(itertools.islice(rows, FEW_ROWS + 1))
         batches = _batched(itertools.chain(beginning, rows), ROWS_AT_A_TIME)
-        num_processes = config.num_processes or usable_cores()
-        render = partial(render_rows, self._render)
+        num_processes, render = self._num_processes(), partial(render_rows, self._render)
+        render = FromFiles(files, render) if (files := own_files(config)) else render
         alone = num_processes == 1 or len(beginning) <= FEW_ROWS
         for documents, counts in map(render, batches) if alone else map_in_processes(render, batches, num_processes):
             self.report.add(counts)
@@ -215,6 +215,18 @@ class Parts:
         if self._render.rules is not None:
             self.report.check_images()
         check_any_left(self.report, config, self._render.sources.source)
+
+    def _num_processes(self) -> int:
+        """Raises ValueError for several processes that cannot import the objective."""
+        config = self._render.config
+        if all(own_files(config).values()):
+            return config.num_processes or usable_cores()
+        if config.num_processes not in (None, 1):
+            raise ValueError(
+                f"data.num_processes={config.num_processes}: other processes cannot import {type(config).__name__} and its "
+                "objective, which a notebook or a script defines. Put them into a module, or remove data.num_processes."
+            )
+        return 1
 
 
 def check_any_left(report: DataReport, config: DataConfig, source: Sources) -> None:

@@ -24,7 +24,7 @@ from lean_ft.data.documents import Parts, image_rules_of, renderer_of
 from lean_ft.data.keys import code_digest, hash_of, settings_of_batches, settings_of_documents, tokenizer_digest
 from lean_ft.data.kinds import Kind, kinds_of
 from lean_ft.data.largest import largest_batch
-from lean_ft.data.objective import Objective, objective_of
+from lean_ft.data.objective import Objective, objective_of, own_files
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
 from lean_ft.data.report import DataReport
@@ -152,7 +152,7 @@ class Preparation:
         """
         sources = RowSources.of(self.config, source)
         content = sources.content(self.folder)
-        key = None if content is None else self._key_of_documents(sources, content)
+        key = self._key_of_documents(sources, content)
         digest = hashlib.blake2b(digest_size=16)  # of rows that are not in files
 
         def write(writer: EntryWriter) -> None:
@@ -224,12 +224,16 @@ class Preparation:
     def _cached(self, key: str | None, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return load_entry(self.folder, key, lambda writer: writer.append(make()))[0]
 
-    def _key_of_documents(self, sources: RowSources, content: str) -> str:
+    def _key_of_documents(self, sources: RowSources, content: str | None) -> str | None:
+        files = own_files(self.config)
+        if content is None or not all(files.values()):
+            return None
+        own_code = [hashlib.blake2b(Path(file).read_bytes()).hexdigest() for file in files.values()]
         settings = [type(self.config.importable()).__name__, settings_of_documents(self.config)]
         # Paths in rows, such as those of images, are relative to the folder of the rows.
         folders = sources.folders() if self.kinds else []
         digests = code_digest(), content, tokenizer_digest(self.tokenizer)
-        return f"documents-{hash_of(FORMAT, *digests, settings, *folders)}"
+        return f"documents-{hash_of(FORMAT, *digests, settings, *folders, *own_code)}"
 
     def keys(self, prepared: Prepared) -> Keys:
         if prepared.key is None:
@@ -244,6 +248,8 @@ class Preparation:
         if self.config.packing in ("bfd", "bfd_split"):
             arrangement.append(PACKING_VERSION)
         of_kinds = [kind.fingerprint(whole.documents) for kind in whole.documents.kinds]
+        if own_files(self.config):  # the code of an own objective may change, so its documents count
+            of_kinds.append(whole.documents.content())
         draws = settings_of_batches(self.config), self.weights, self.drawn_by
         return hash_of(whole.content, tokenizer_digest(self.tokenizer), *draws, *arrangement, *of_kinds)
 

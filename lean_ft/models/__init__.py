@@ -9,7 +9,7 @@ from lean_ft.models.hf_format import empty_model, load_model, read_weights
 from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.new_model import build_decoder
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.saving import save_model
+from lean_ft.models.saving import check_parameters, save_model
 from lean_ft.models.source import parts_on_disk, tensors_on_disk
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "RMSNorm",
     "RopeConfig",
     "build_decoder",
+    "check_parameters",
     "decoder_config",
     "empty_model",
     "load_model",
