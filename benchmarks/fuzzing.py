@@ -34,7 +34,6 @@ import traceback
 from base64 import b64encode
 from collections.abc import Callable
 from functools import cache, lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,10 +48,10 @@ from results import RESULTS, ROOT, print_result, require_hardware, write_result
 from tiny_runs import CONFIG, recipe, write_inputs
 
 from lean_ft.cli.errors import explain
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT
 from lean_ft.data.sft import SFTReader
-from lean_ft.data.sources import read_rows
+from lean_ft.data.sources import RowSources
 from lean_ft.export import export_gguf
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.open import gguf_folder
@@ -594,10 +593,11 @@ def _rows(folder: Path) -> dict[str, Target]:
 
     def reader(name: str, *tokenizers: Any) -> tuple[Path, Callable[[], None]]:
         def read_data() -> None:
-            source = str(folder / name)
-            first = list(islice(read_rows(source), NUM_ROWS_TO_DETECT))
-            readers = [SFTReader.of(SFTDataConfig(source=source), first, one) for one in tokenizers]
-            for row in read_rows(source):  # as a run does, which never has all rows in memory
+            config = SFTDataConfig(source=str(folder / name))
+            sources = RowSources.of(config)
+            first = sources.first_rows(NUM_ROWS_TO_DETECT)
+            readers = [SFTReader.of(sources, first, one) for one in tokenizers]
+            for row in sources.rows():  # as a run does, which never has all rows in memory
                 for reader in readers:
                     reader.passages(row)
 
@@ -920,7 +920,7 @@ def _runs(folder: Path) -> dict[str, Target]:
     inputs = write_inputs(folder / "model")
     given = [f"model.path={inputs}", f"data.source={data}", f"output_dir={folder}", "device=cpu", "data.max_length=16"]
     cfg = load_config(recipe.Config, None, given)
-    batches, _ = sft_batches(cfg.data, load_tokenizer(inputs), batch_size=cfg.batch_size, seed=cfg.seed)
+    batches, _ = prepare_batches(cfg.data, load_tokenizer(inputs), batch_size=cfg.batch_size, seed=cfg.seed)
     state = {
         "format": 1,
         "step": 4,

@@ -14,7 +14,7 @@ import typer
 
 import lean_ft
 from lean_ft.data.documents import renderer_of
-from lean_ft.data.sources import read_rows
+from lean_ft.data.sources import RowSources
 from lean_ft.online.environments import Environment
 from lean_ft.settings import SFTDataConfig
 from lean_ft.settings.run import ToolsConfig
@@ -116,8 +116,8 @@ def names_in_json(folder: Path) -> tuple[Path, list[bytes], Callable[[], None]]:
 
     def read() -> None:
         config = SFTDataConfig(source=str(file), max_length=1 << 20, num_processes=1)
-        rows = list(read_rows(config.source, None, config))
-        documents, _ = renderer_of(config, tokenizer, config.source)(rows)
+        rows = list(RowSources.of(config).rows())
+        documents, _ = renderer_of(config, tokenizer)(rows)
         for row, document in zip(rows, documents, strict=True):
             turns = len(row.fields["messages"]) + 1  # and a system message for tools
             if (document.ids == begin).sum() > turns:

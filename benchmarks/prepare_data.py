@@ -1,6 +1,6 @@
 """One side of data_preparation.py in its own process: from a JSONL file to packed rows, with the time it took.
 
-Both sides start from the file and end with packed rows on disk (best-fit decreasing). `ours` uses `sft_batches`. `trl` uses `load_dataset` and
+Both sides start from the file and end with packed rows on disk (best-fit decreasing). `ours` uses `prepare_batches`. `trl` uses `load_dataset` and
 SFTTrainer's own preparation, with a trainer around a very small model. The time excludes imports and that model.
 """
 
@@ -14,7 +14,7 @@ import typer
 
 
 def ours(data: Path, tokenizer_folder: Path, cache: Path, length: int, num_processes: int) -> dict[str, Any]:
-    from lean_ft.data import sft_batches
+    from lean_ft.data import prepare_batches
     from lean_ft.settings import SFTDataConfig
     from lean_ft.tokenizers import load_tokenizer
 
@@ -22,7 +22,7 @@ def ours(data: Path, tokenizer_folder: Path, cache: Path, length: int, num_proce
     config = SFTDataConfig(
         source=str(data), max_length=length, packing="bfd", cache_dir=cache, num_processes=num_processes
     )
-    batches, _ = sft_batches(config, load_tokenizer(tokenizer_folder), batch_size=8, seed=0)
+    batches, _ = prepare_batches(config, load_tokenizer(tokenizer_folder), batch_size=8, seed=0)
     seconds = time.perf_counter() - started
     report = batches.report
     return {

@@ -171,7 +171,7 @@ def measure(recipe: ModuleType, cfg: Any) -> dict[str, Any]:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it has no cuDNN; attention saves the same tensors
     stand_ins = {
         "load_tokenizer": lambda *args, **kwargs: None,
-        "sft_batches": lambda *args, **kwargs: (Longest(cfg), None),
+        "prepare_batches": lambda *args, **kwargs: (Longest(cfg), None),
         "Run": stand_in_for_run(peaks),
     }
     patches = [mock.patch.object(recipe, name, value) for name, value in stand_ins.items()]

@@ -34,7 +34,7 @@ from lean_ft.data.columns import Columns
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.objective import objective_of
 from lean_ft.data.rows import IGNORED
-from lean_ft.data.sources import first_rows
+from lean_ft.data.sources import RowSources
 from lean_ft.export import export_folder
 from lean_ft.generation import Sampling, sample
 from lean_ft.gguf.cache import gguf_file
@@ -113,8 +113,8 @@ class Check:
         self.device = resolve_device(cfg.device)
         torch.set_float32_matmul_precision("highest")
         self.tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-        rows = first_rows(cfg.data.source, NUM_ROWS, cfg.data)[:NUM_ROWS]
-        documents, _ = renderer_of(cfg.data, self.tokenizer, cfg.data.source)(rows)
+        rows = RowSources.of(cfg.data).first_rows(NUM_ROWS)[:NUM_ROWS]
+        documents, _ = renderer_of(cfg.data, self.tokenizer)(rows)
         self.documents = Columns.join(documents, self.tokenizer.pad_id)
         self.num_targets = int(self.documents.num_targets.sum())
         if not self.num_targets:

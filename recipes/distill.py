@@ -7,7 +7,7 @@ leanft cp  distill mine.py                         # edit the loop, then: leanft
 This is finetune with another loss: the divergence between two models' predictions of each token.
 """
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.frozen import load_teacher
 from lean_ft.losses import Distillation, TokenStatistics
 from lean_ft.memory import apply_memory
@@ -47,7 +47,7 @@ def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
+    batches, held_out = prepare_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     teacher = load_teacher(cfg, tokenizer, device, batches, held_out, ranks)  # in memory, or from cached predictions
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.data import PairBatch, preference_batches
+from lean_ft.data import PairBatch, prepare_batches
 from lean_ft.frozen import load_reference
 from lean_ft.losses import AnswerLogProbs, Answers, TokenStatistics, pair_losses
 from lean_ft.memory import apply_memory
@@ -37,7 +37,7 @@ def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    batches, held_out = preference_batches(
+    batches, held_out = prepare_batches(
         cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=shares_prompts(cfg)
     )
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading

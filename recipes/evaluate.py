@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from lean_ft.data import EvalBatches, sft_batches
+from lean_ft.data import EvalBatches, prepare_batches
 from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
@@ -79,7 +79,7 @@ def main(cfg: Config) -> dict[str, Any]:
 
 
 def ask_file(cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
-    batches, held_out = sft_batches(data, tokenizer, batch_size=8, seed=cfg.seed)
+    batches, held_out = prepare_batches(data, tokenizer, batch_size=8, seed=cfg.seed)
     questions = EvalBatches(batches.layout, batches.report) if held_out is None else held_out
     found: dict[str, Any] = {}
     if cfg.loss:

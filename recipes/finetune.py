@@ -8,7 +8,7 @@ leanft cp  finetune mine.py                        # edit the loop, then: leanft
 This is full_finetune_single_device with adapters and ranks. An adapter's checkpoint holds only the adapter, in PEFT's format.
 """
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.optim import build_optimizer, learning_rate
@@ -47,7 +47,7 @@ def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
+    batches, held_out = prepare_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     fake_quantize(model, cfg)  # quantization-aware training, if `quantize.train` is set

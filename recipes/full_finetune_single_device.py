@@ -4,7 +4,7 @@ leanft run full_finetune_single_device --config tiny/full
 leanft cp  full_finetune_single_device mine.py     # edit the loop, then: leanft run mine.py --config tiny/full
 """
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.losses import CrossEntropy, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.models import load_model
@@ -37,7 +37,7 @@ class Config(RecipeConfig):
 def main(cfg: Config) -> None:
     device = start(cfg)
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    batches, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
+    batches, held_out = prepare_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_model(cfg.model, device)
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     fake_quantize(model, cfg)  # quantization-aware training, if `quantize.train` is set

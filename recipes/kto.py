@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.data import UnpairedBatch, unpaired_batches
+from lean_ft.data import UnpairedBatch, prepare_batches
 from lean_ft.frozen import load_reference
 from lean_ft.losses import AnswerLogProbs, Answers, Baseline, TokenStatistics, UnpairedStatistics, answer_losses
 from lean_ft.memory import apply_memory
@@ -35,7 +35,7 @@ def main(cfg: Config) -> None:
     device = start(cfg)
     ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    batches, held_out = unpaired_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
+    batches, held_out = prepare_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them

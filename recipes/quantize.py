@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from pydantic import PositiveInt
 
-from lean_ft.data import EvalBatches, sft_batches
+from lean_ft.data import EvalBatches, prepare_batches
 from lean_ft.export.places import check_destination, check_tower_is_unchanged, read_source
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
@@ -54,7 +54,7 @@ def main(cfg: Config) -> Path:
     if cfg.data is not None:
         if tokenizer is None:
             raise ValueError(f"{source} has no tokenizer for data.source. Remove data, or add tokenizer files.")
-        rows, held_out = sft_batches(cfg.data, tokenizer, cfg.batch_size, seed=0)
+        rows, held_out = prepare_batches(cfg.data, tokenizer, cfg.batch_size, seed=0)
         batches = EvalBatches(rows.layout, rows.report) if held_out is None else held_out
     before = None if batches is None else mean_loss(model, batches)
     bytes_before = sum(parameter.nbytes for parameter in model.parameters())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lean_ft.data import PairBatch, preference_batches
+from lean_ft.data import PairBatch, prepare_batches
 from lean_ft.frozen.scoring import set_padding_apart
 from lean_ft.losses import TokenStatistics, add_scores, reward_loss, scores_of
 from lean_ft.memory import apply_memory
@@ -56,7 +56,7 @@ def main(cfg: Config) -> None:
     if cfg.pad_token is not None:
         tokenizer.pad_with(cfg.pad_token)
     share_prompts = not cfg.loss.per_token and shares_prompts(cfg)
-    batches, held_out = preference_batches(
+    batches, held_out = prepare_batches(
         cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed, share_prompts=share_prompts
     )
     # A language model's output layer is replaced by zeros, so every score starts at 0.

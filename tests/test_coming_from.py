@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import nn
 
-from lean_ft.data import preference_batches, sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer, num_warmup_steps
@@ -51,7 +51,7 @@ def trained(folder: Path, rows: list[Any], *settings: str) -> list[tuple[list[in
     source = write_rows(folder, rows)
     fixed = (*TINY, f"data.source={source}", "data.shuffle=false", f"data.cache_dir={folder}")
     config = config_of("finetune", *fixed, *settings)
-    batches, _ = sft_batches(config.data, load_tokenizer("tiny"), batch_size=1, seed=0)
+    batches, _ = prepare_batches(config.data, load_tokenizer("tiny"), batch_size=1, seed=0)
     found = []
     for batch in batches.take(batches.batches_per_epoch):
         length = int(batch.is_token[0].sum())
@@ -161,7 +161,7 @@ def test_truncation_of_pairs(mode, tmp_path):
     tokenizer, side = load_tokenizer("tiny"), {"keep_start": "right", "keep_end": "left"}[mode]
     settings = (*TINY, f"data.source={source}", "data.chat=false", f"data.cache_dir={tmp_path}")
     whole, cut = (
-        preference_batches(config_of("dpo", *settings, *more).data, tokenizer, batch_size=1, seed=0)[0].take(1)[0]
+        prepare_batches(config_of("dpo", *settings, *more).data, tokenizer, batch_size=1, seed=0)[0].take(1)[0]
         for more in ((), ("data.max_length=24", f"data.truncation_side={side}"))
     )
     texts = [ids[keep].tolist() for ids, keep in zip(whole.input_ids, whole.is_token, strict=True)]

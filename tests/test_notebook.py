@@ -261,7 +261,7 @@ def test_names_are_listed_without_torch_and_found() -> None:
 @pytest.mark.long
 def test_a_subpackage_with_torch_is_found() -> None:
     run_python(
-        "import lean_ft; lean_ft.generation.sample, lean_ft.system.units; assert 'sft_batches' in dir(lean_ft.data)"
+        "import lean_ft; lean_ft.generation.sample, lean_ft.system.units; assert 'prepare_batches' in dir(lean_ft.data)"
     )
 
 

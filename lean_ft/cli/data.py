@@ -244,12 +244,12 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
         return None, settings
     from lean_ft.data.formats import NUM_ROWS_TO_DETECT
     from lean_ft.data.objective import objectives
-    from lean_ft.data.sources import first_rows
+    from lean_ft.data.sources import RowSources
 
     of_rows = tuple(f"data.{name}" for name in RowsConfig.model_fields)
     of_file = [word for word in settings if word.startswith(of_rows)]
     data = load_run("finetune", None, ["model.path=tiny", *of_file])[1].data
-    rows = first_rows(data.source, NUM_ROWS_TO_DETECT, data)
+    rows = RowSources.of(data).first_rows(NUM_ROWS_TO_DETECT)
     fields = next((list(row.fields) for row in rows if row.problem is None), [])
     names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
     objective = next((one for one in objectives() if one.is_of_file(names, data.format)), None)

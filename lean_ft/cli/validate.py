@@ -179,21 +179,22 @@ def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: st
     from lean_ft.data.documents import check_any_left, renderer_of
     from lean_ft.data.formats import NUM_ROWS_TO_DETECT, formats_of, reading
     from lean_ft.data.objective import objective_of
-    from lean_ft.data.sources import first_rows, list_sources, source_files
+    from lean_ft.data.sources import RowSources, source_files
 
-    (one,) = list_sources([source], data)
+    sources = RowSources.of(data, [source])
+    (one,) = sources.sources
     path = one.path
     if is_function_path(one.format):
         return f"{one.format} reads the rows of {path} in the run. validate does not call it"
     if source_files(path) is None and not resolve_data_path(path).is_dir():
         return f"{path} is a dataset of the Hub. The run downloads it."
-    rows = first_rows([source], NUM_ROWS_TO_DETECT, data)
+    rows = sources.first_rows(NUM_ROWS_TO_DETECT)
     if tokenizer is not None:
         _, report = renderer_of(data, tokenizer, [source])(rows)
         if len(rows) < NUM_ROWS_TO_DETECT and is_alone:  # these are all rows
             check_any_left(report, data, path)
         return f"of the first rows, {report}"
-    form = formats_of(data, rows, [source], objective_of(data).reader.known)[0]
+    form = formats_of(sources, rows, objective_of(data).reader.known)[0]
     for row in rows:
         with reading(row):
             form.fields_of(row)

@@ -29,8 +29,8 @@ from lean_ft.data.objective import Objective
 from lean_ft.data.pairs import NUMBER
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
-from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.settings import ClassificationDataConfig, DataConfig, Sources
+from lean_ft.data.sources import RowSources
+from lean_ft.settings import ClassificationDataConfig, Sources
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
 
@@ -58,12 +58,13 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
     names = config.labels
     if names is not None and config.multi_label != "auto":
         return config
-    beginning = first_rows(config.source, NUM_ROWS_TO_DETECT, config)
-    formats = formats_of(config, beginning, None, KNOWN)
+    sources = RowSources.of(config)
+    beginning = sources.first_rows(NUM_ROWS_TO_DETECT)
+    formats = formats_of(sources, beginning, KNOWN)
     config = _with_kind(config, beginning, formats)
     if names is None:
         one_hot, found, kinds = _one_hot_length(beginning, formats, config), set[str](), dict[str, Any]()
-        for row in read_rows(config.source, None, config):
+        for row in sources.rows():
             with suppress(ValueError) if config.on_bad_row == "skip" else nullcontext():
                 found.update(_labels_of(row, formats[row.source], config, one_hot))
                 for label in () if one_hot else _listed(row, formats[row.source], config):
@@ -215,13 +216,11 @@ class LabelReader(RowReader):
     known: ClassVar[dict[str, Fields]] = KNOWN
 
     @classmethod
-    def of(
-        cls, config: DataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer, source: Sources | None = None
-    ) -> Self:
-        reader = super().of(config, first_rows, tokenizer, source)
+    def of(cls, sources: RowSources, first_rows: Sequence[Row], tokenizer: Tokenizer) -> Self:
+        reader = super().of(sources, first_rows, tokenizer)
         reader = replace(reader, config=_with_kind(reader.config, first_rows, reader.formats))
         one_hot = _one_hot_length(first_rows, reader.formats, reader.config)
-        if one_hot == 2 and source not in (None, config.source) and reader._may_be_indices(first_rows):
+        if one_hot == 2 and sources.source != sources.config.source and reader._may_be_indices(first_rows):
             one_hot = reader._one_hot_of_training()  # [0, 1] is one-hot for 2 labels, or has two indices
         return replace(reader, one_hot=one_hot)
 
@@ -231,8 +230,9 @@ class LabelReader(RowReader):
         return all(all(type(label) is int for label in one) and len({*one}) == len(one) for one in lists)
 
     def _one_hot_of_training(self) -> int:
-        rows = first_rows(self.config.source, NUM_ROWS_TO_DETECT, self.config)
-        return _one_hot_length(rows, formats_of(self.config, rows, None, KNOWN), self.config)
+        sources = RowSources.of(self.config)
+        rows = sources.first_rows(NUM_ROWS_TO_DETECT)
+        return _one_hot_length(rows, formats_of(sources, rows, KNOWN), self.config)
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -299,7 +299,7 @@ class Classification(Objective):
     def settings_of_file(self, fields: Set[str]) -> list[str]:
         return [] if "label" in fields else ["data.multi_label=true"]
 
-    def completed(self, config: ClassificationDataConfig) -> DataConfig:
+    def completed(self, config: ClassificationDataConfig) -> ClassificationDataConfig:
         return with_labels(config)
 
     def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
 from lean_ft.data.images import MARK, UnreadableImageError, documents_of, with_sizes
 from lean_ft.data.media import image_fields
-from lean_ft.data.objective import objective_of, settings_class
+from lean_ft.data.objective import objective_of, own_files
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.report import MARK_IN_TEXT, DataReport, count
 from lean_ft.data.rows import Digest, Row
-from lean_ft.data.sources import first_rows, read_rows
-from lean_ft.data.workers import map_in_processes
+from lean_ft.data.sources import RowSources
+from lean_ft.data.workers import FromFiles, map_in_processes
+from lean_ft.images.rules import ImageRules
 from lean_ft.settings import DataConfig, RowsConfig, Sources
 from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
@@ -41,39 +42,50 @@ copyreg.pickle(
 )
 
 
-def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources) -> "Renderer":
-    """Return a renderer for the rows of `source` and the objective of `config`.
+def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources | None = None) -> "Renderer":
+    """Return a renderer for the rows of `source` (default: `config.source`) and the objective of `config`.
 
-    Raises ValueError if `source` cannot be read, or if the objective does not support the format of its rows.
+    Raises ValueError if the source cannot be read, or if the objective does not support the format of its rows.
     """
-    limit_images(tokenizer, config)
-    reader = objective_of(config).reader
-    kind = settings_class(config)  # worker processes cannot import a recipe's own class
-    known = kind.model_construct(**{name: getattr(config, name) for name in kind.model_fields})
-    rows = first_rows(source, NUM_ROWS_TO_DETECT, config)
-    return Renderer(known, reader.of(known, rows, tokenizer, source), tokenizer)
+    rules, objective = image_rules_of(config, tokenizer), objective_of(config)
+    sources = RowSources.of(config.importable(), source)
+    reader = objective.reader.of(sources, sources.first_rows(NUM_ROWS_TO_DETECT), tokenizer)
+    return Renderer(sources, reader, tokenizer, rules, objective.unit)
 
 
-def limit_images(tokenizer: Tokenizer, config: RowsConfig) -> None:
-    """Scale images down to `data.image_tokens`, wherever this tokenizer prepares them."""
-    if tokenizer.image_rules is None and config.image_tokens is not None:
-        raise ValueError(
-            f"data.image_tokens={config.image_tokens} needs images. Set model.images=frozen, or remove it."
-        )
-    if tokenizer.image_rules is not None:
-        if config.image_tokens is not None:
-            tokenizer.image_rules = tokenizer.image_rules.limited(config.image_tokens)
-        tokenizer.image_rules.check_window()
+def image_rules_of(config: RowsConfig, tokenizer: Tokenizer) -> ImageRules | None:
+    """How images become tokens, scaled down to `data.image_tokens`; None without images.
+
+    Raises ValueError for a limit without images, and as `ImageRules.check_window` does.
+    """
+    rules = tokenizer.image_rules
+    if config.image_tokens is not None:
+        if rules is None:
+            raise ValueError(
+                f"data.image_tokens={config.image_tokens} needs images. Set model.images=frozen, or remove it."
+            )
+        rules = rules.limited(config.image_tokens)
+    if rules is not None:
+        rules.check_window()
+    return rules
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """Converts rows to documents."""
+    """Converts the rows of some sources to documents."""
 
-    config: DataConfig
+    sources: RowSources
     reader: RowReader
     """The objective's reader."""
     tokenizer: Tokenizer
+    rules: ImageRules | None
+    """How images become tokens; None without images."""
+    unit: str
+    """Of the objective, in reports."""
+
+    @property
+    def config(self) -> DataConfig:
+        return self.reader.config
 
     def __call__(self, rows: Sequence[Row]) -> tuple[list[Document], DataReport]:
         """Return the documents to train on, and a report for these rows only.
@@ -115,8 +127,7 @@ class Renderer:
         return [(row, [until_the_answer_ends(document) for document in documents]) for row, documents in found]
 
     def empty_report(self) -> DataReport:
-        unit = objective_of(self.config).unit
-        return DataReport(self.reader.format, detected=self.config.format == "auto", unit=unit)
+        return DataReport(self.reader.format, detected=self.config.format == "auto", unit=self.unit)
 
     def _tokenized(self, rows: Sequence[Row], report: DataReport) -> list[tuple[Row, list[Document]]]:
         """Return the readable rows, each with its sequences."""
@@ -124,10 +135,10 @@ class Renderer:
         for row in rows:
             try:
                 self.reader.values(row)  # unreadable values make a bad row
-                unread, passages, rules = self.reader.unread(row), self.reader.passages(row), self.tokenizer.image_rules
+                unread, passages = self.reader.unread(row), self.reader.passages(row)
                 with reading(row):
                     passages = [
-                        with_sizes(one, row.folder, rules) if isinstance(one, Passage) else one for one in passages
+                        with_sizes(one, row.folder, self.rules) if isinstance(one, Passage) else one for one in passages
                     ]
                 read.append((row, passages))
                 count(unread, report.unread)
@@ -145,7 +156,7 @@ class Renderer:
 
     def _count_unseen(self, fields: dict[str, Any], texts: list[Passage], report: DataReport) -> None:
         """For a row without an image, count the fields that may hold one, and texts with `<image>`."""
-        if self.tokenizer.image_rules is not None:
+        if self.rules is not None:
             count(image_fields(fields), report.unseen)
         if any(MARK in passage.text for passage in texts):
             count([MARK_IN_TEXT], report.unread)
@@ -155,7 +166,8 @@ class Renderer:
     ) -> list[tuple[Row, list[Document]]]:
         """Tokenize all texts together, or one row after the other to find a row that fails; keep documents unchanged."""
         try:
-            found = iter(documents_of([passage for _, passages in read for passage in passages], self.tokenizer))
+            passages = [passage for _, passages in read for passage in passages]
+            found = iter(documents_of(passages, self.tokenizer, self.rules))
             return [(row, list(itertools.islice(found, len(passages)))) for row, passages in read]
         except ValueError as error:
             if len(read) > 1:
@@ -178,32 +190,43 @@ def render_rows(render: Renderer, rows: list[Row]) -> tuple[Columns, DataReport]
 
 
 class Parts:
-    """Iterator over the documents of `source` in order, 512 rows at a time; `report` counts the rows so far.
+    """Iterator over the documents of a renderer's sources in order, 512 rows at a time; `report` counts the rows so far.
 
-    Large sources are divided among `config.num_processes` processes; `digest` is updated with all content read. Raises
+    Large sources are divided among `data.num_processes` processes; `digest` is updated with all content read. Raises
     ValueError for an unreadable row, for a row that is too long under `overflow=raise`, and at the end if no row is
     left to train on.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Digest | None = None):
-        self._config, self._source, self._digest = config, source, digest
-        self._render = renderer_of(config, tokenizer, source)
-        self.report = self._render.empty_report()
+    def __init__(self, render: Renderer, digest: Digest | None = None):
+        self._render, self._digest = render, digest
+        self.report = render.empty_report()
 
     def __iter__(self) -> Iterator[Columns]:
-        rows = read_rows(self._source, self._digest, self._config)
+        rows, config = self._render.sources.rows(self._digest), self._render.config
         beginning = list(itertools.islice(rows, FEW_ROWS + 1))
         batches = _batched(itertools.chain(beginning, rows), ROWS_AT_A_TIME)
-        num_processes = self._config.num_processes or usable_cores()
-        render = partial(render_rows, self._render)
+        num_processes, render = self._num_processes(), partial(render_rows, self._render)
+        render = FromFiles(files, render) if (files := own_files(config)) else render
         alone = num_processes == 1 or len(beginning) <= FEW_ROWS
         for documents, counts in map(render, batches) if alone else map_in_processes(render, batches, num_processes):
             self.report.add(counts)
-            self.report.check_bad_rows(self._config.max_bad_rows)
+            self.report.check_bad_rows(config.max_bad_rows)
             yield documents
-        if self._render.tokenizer.image_rules is not None:
+        if self._render.rules is not None:
             self.report.check_images()
-        check_any_left(self.report, self._config, self._source)
+        check_any_left(self.report, config, self._render.sources.source)
+
+    def _num_processes(self) -> int:
+        """Raises ValueError for several processes that cannot import the objective."""
+        config = self._render.config
+        if all(own_files(config).values()):
+            return config.num_processes or usable_cores()
+        if config.num_processes not in (None, 1):
+            raise ValueError(
+                f"data.num_processes={config.num_processes}: other processes cannot import {type(config).__name__} and its "
+                "objective, which a notebook or a script defines. Put them into a module, or remove data.num_processes."
+            )
+        return 1
 
 
 def check_any_left(report: DataReport, config: DataConfig, source: Sources) -> None:

@@ -42,8 +42,8 @@ from lean_ft.data.images import (
 from lean_ft.data.kinds import keeps_whole
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
-from lean_ft.data.sources import list_sources
-from lean_ft.settings import DataConfig, RowsConfig, Sources
+from lean_ft.data.sources import RowSources
+from lean_ft.settings import DataConfig, RowsConfig
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import is_function_path
 from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
@@ -150,19 +150,15 @@ class RowFormat(NamedTuple):
 
 
 def formats_of(
-    config: DataConfig,
-    first_rows: Sequence[Row],
-    source: Sources | None = None,
-    known: dict[str, Fields] = FORMATS,
+    sources: RowSources, first_rows: Sequence[Row], known: dict[str, Fields] = FORMATS
 ) -> dict[int, RowFormat]:
     """Return the format of each source: the configured format, or the first of `known` that matches the first rows,
     else the first of `FORMATS`.
 
-    `first_rows` are from `source` (default: `config.source`). Raises ValueError if `columns` names an unknown field or
-    column, or if no format matches.
+    Raises ValueError if `columns` names an unknown field or column, or if no format matches.
     """
     formats, every = {}, known | {name: fields for name, fields in FORMATS.items() if name not in known}
-    for number, one in enumerate(list_sources(config.source if source is None else source, config)):
+    for number, one in enumerate(sources.sources):
         assert one.format is not None
         assert one.columns is not None
         _check_columns(one.columns, known)
@@ -170,7 +166,7 @@ def formats_of(
         if rows:
             _check_columns_are_there(one.columns, rows, known)
             is_told = one.format == "auto" or is_function_path(one.format)
-            name = _detect(rows, one.columns, config.on_bad_row, known, every) if is_told else one.format
+            name = _detect(rows, one.columns, sources.config.on_bad_row, known, every) if is_told else one.format
             if name not in every:
                 raise ValueError(
                     f"data.format={name}: this recipe does not support it; expected one of {', '.join(known)}."
@@ -276,18 +272,16 @@ class RowReader:
     """End of the error for unsupported formats: "this recipe ..."."""
 
     @classmethod
-    def of(
-        cls, config: DataConfig, first_rows: Sequence[Row], tokenizer: Tokenizer, source: Sources | None = None
-    ) -> Self:
-        """Return a reader for `source` (default: `config.source`), which starts with `first_rows`.
+    def of(cls, sources: RowSources, first_rows: Sequence[Row], tokenizer: Tokenizer) -> Self:
+        """Return a reader for `sources`, which start with `first_rows`.
 
         Raises ValueError if their format is unknown or the objective does not support it.
         """
-        formats = formats_of(config, first_rows, source, cls.known)
+        formats = formats_of(sources, first_rows, cls.known)
         if other := next((format.name for format in formats.values() if format.name not in cls.known), None):
             raise ValueError(f"{first_rows[0].place}: the rows are {other}, and this recipe {cls.expected}")
-        check_rendering(config, tokenizer, formats.values())
-        return cls(config, formats, tokenizer)
+        check_rendering(sources.config, tokenizer, formats.values())
+        return cls(sources.config, formats, tokenizer)
 
     @property
     def format(self) -> str:

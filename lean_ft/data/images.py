@@ -295,12 +295,14 @@ def with_sizes(passage: Passage, folder: Path, rules: ImageRules | None) -> Pass
     return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
 
 
-def documents_of(passages: Sequence[Passage | Document], tokenizer: Tokenizer) -> list[Document]:
+def documents_of(
+    passages: Sequence[Passage | Document], tokenizer: Tokenizer, rules: ImageRules | None
+) -> list[Document]:
     """Tokenize passages, and add the columns of their images. Documents are tokenized texts without images. Raises ValueError as
     `with_columns` does."""
     tokenized = starmap(Document, tokenizer.tokenize([one for one in passages if isinstance(one, Passage)]))
     texts = [(next(tokenized), one.images) if isinstance(one, Passage) else (one, ()) for one in passages]
-    if (rules := tokenizer.image_rules) is None:
+    if rules is None:
         return [document for document, _ in texts]
     return [with_columns(document, images, rules, tokenizer.token_id(rules.token)) for document, images in texts]
 

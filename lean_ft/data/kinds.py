@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns, Document
     from lean_ft.data.report import DataReport
-    from lean_ft.tokenizers import Tokenizer
+    from lean_ft.images.rules import ImageRules
 
 
 class OfBatch:
@@ -97,8 +97,8 @@ def keeps_whole(document: Document, kept: slice) -> str:
     return next((kind.unit for kind in document.kinds if any(kind.next_cut(document, i) != i for i in cuts)), "")
 
 
-def kinds_of(tokenizer: Tokenizer) -> tuple[Kind, ...]:
-    """The kinds of columns of documents that this tokenizer makes."""
+def kinds_of(rules: ImageRules | None) -> tuple[Kind, ...]:
+    """The kinds of columns of documents whose images follow `rules`; None: without images."""
     from lean_ft.data.images import ImageKind
 
-    return () if tokenizer.image_rules is None else (ImageKind(tokenizer.image_rules),)
+    return () if rules is None else (ImageKind(rules),)

@@ -5,11 +5,14 @@ subclass of `Batch` if needed, and `OBJECTIVE`, an instance of a subclass of `Ob
 file (`DataConfig.objective`); there is no other registry. Tokenizing processes load these files, so they return
 NumPy arrays and do not import torch at module level.
 
+An objective of a user's own is in a recipe's file or a module beside it, and its settings class has the instance itself.
+
 Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M their sequences, N labels.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Set
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -90,6 +93,7 @@ class Objective:
 
 
 PLAIN = Objective()
+_NOT_OWN = ("lean_ft", "pydantic", "builtins", "abc", "typing")
 
 
 def objectives() -> list[Objective]:
@@ -98,13 +102,20 @@ def objectives() -> list[Objective]:
     classes: list[type[DataConfig]] = [DataConfig]
     for settings in classes:
         classes += settings.__subclasses__()
-        if settings.objective and settings.__module__ == DataConfig.__module__:
+        if isinstance(settings.objective, str) and settings.objective and settings.__module__ == DataConfig.__module__:
             names[settings.objective] = None
     return [import_module(f"lean_ft.data.{name}").OBJECTIVE for name in names]
 
 
 def objective_of(config: DataConfig) -> Objective:
-    """Return the objective named by the class of `config`. Raises ValueError if there is none."""
+    """Return the objective of the class of `config`. Raises ValueError if there is none."""
+    if isinstance(config.objective, Objective):
+        return config.objective
+    if not isinstance(config.objective, str):
+        raise ValueError(
+            f"{type(config).__name__}.objective is {config.objective!r}; expected an instance of a subclass of "
+            "lean_ft.data.objective.Objective, such as `objective = MyObjective()`."
+        )
     if not config.objective:
         raise ValueError(
             f"data settings of the class {type(config).__name__} do not say how rows are rendered; expected a subclass of "
@@ -113,6 +124,12 @@ def objective_of(config: DataConfig) -> Objective:
     return import_module(f"lean_ft.data.{config.objective}").OBJECTIVE
 
 
-def settings_class(config: DataConfig) -> type[DataConfig]:
-    """Return the class of lean_ft.settings that the recipe's settings class extends."""
-    return next(kind for kind in type(config).__mro__ if kind.__module__ == DataConfig.__module__)
+def own_files(config: DataConfig) -> dict[str, str]:
+    """The modules of the user that define the objective, its reader and its settings, with their files; an empty name where a
+    notebook or a script defines them, which other processes cannot import."""
+    if isinstance(config.objective, str):
+        return {}
+    bases = [base for kind in (type(config), type(config.objective), config.objective.reader) for base in kind.__mro__]
+    names = dict.fromkeys(base.__module__ for base in bases if base.__module__.partition(".")[0] not in _NOT_OWN)
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+    return files | {name: "" for name in names if name == "__main__"}

@@ -267,7 +267,7 @@ class PreferencePairs(Objective):
         if isinstance(config, PreferenceDataConfig) and config.shared_prompt is True and not share_prompts:
             raise ValueError(
                 "data.shared_prompt=true, but this recipe computes the prompt once per completion. Leave the setting out, or "
-                "edit the recipe: pass share_prompts=shares_prompts(cfg) to preference_batches, and the batch's prefixes to "
+                "edit the recipe: pass share_prompts=shares_prompts(cfg) to prepare_batches, and the batch's prefixes to "
                 "the model."
             )
 

@@ -1,65 +1,54 @@
 """Data preparation: read and tokenize sources, split off held-out rows, apply source weights, and build batches.
 
-Documents and packings are cached. The key of documents hashes the content of the files in order, the tokenizer's files,
-the settings that affect documents, the code that reads, renders and tokenizes rows, and the versions of its libraries.
-The key ignores file paths, so moved or copied data is a cache hit. A chat template that writes the current date keeps
-the date of the first start, so a run resumed the next day sees the same rows.
+Documents and packings are cached (`lean_ft.data.keys`). A chat template that writes the current date keeps the date of the first
+start, so a run resumed the next day sees the same rows.
 
 A Hugging Face dataset is identified by the content of its files in the `datasets` cache. A streamed dataset has no
 files: it is read again at each start, and its documents are stored on disk for that run only.
 """
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from importlib.metadata import version
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from lean_ft.data.arrangement import Arrangement, arrange
-from lean_ft.data.arrow_rows import dataset_files
+from lean_ft.data.batch import Batch
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches
 from lean_ft.data.columns import Columns
-from lean_ft.data.documents import Parts, limit_images
-from lean_ft.data.kinds import kinds_of
+from lean_ft.data.documents import Parts, image_rules_of, renderer_of
+from lean_ft.data.keys import code_digest, hash_of, settings_of_batches, settings_of_documents, tokenizer_digest
+from lean_ft.data.kinds import Kind, kinds_of
 from lean_ft.data.largest import largest_batch
-from lean_ft.data.objective import objective_of, settings_class
+from lean_ft.data.objective import Objective, objective_of, own_files
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
 from lean_ft.data.report import DataReport
-from lean_ft.data.sources import files_of, list_sources, read_rows
-from lean_ft.data.splits import is_sliced
-from lean_ft.hub.paths import resolve_data_path
+from lean_ft.data.sources import RowSources
 from lean_ft.settings import DataConfig, Sources
-from lean_ft.system.cache import (
-    FORMAT,
-    EntryWriter,
-    cache_folder,
-    content_digest,
-    forget_entry,
-    limit_size,
-    load_entry,
-)
-from lean_ft.system.user_functions import PASSED, file_digest, is_function_path, without_hashes
+from lean_ft.system.cache import FORMAT, EntryWriter, cache_folder, forget_entry, limit_size, load_entry
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 
-IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")  # how a model prepares images
-LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pillow")
-# These settings do not change the rows; sources and the chat template count by their content.
-NOT_IN_FINGERPRINT = {
-    *("source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"),
-    "shared_prompt",  # `share_prompts` counts instead
-}
-# Settings added later count only if they differ from the default, so that older runs can be resumed.
-NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True, "chat_template_kwargs": {}}
-NOT_WHERE_DEFAULT |= {"image_tokens": None}
-# These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
-NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
+
+def prepare_batches(
+    config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool = False
+) -> tuple[Batches, EvalBatches | None]:
+    """Return training batches of `config.source`, and evaluation batches of the held-out rows, if any.
+
+    Batches have `batch_size` rows of data and the fields of the objective named by the class of `config`. Held-out rows
+    come from `validation_source`, or are a `validation_fraction` of the source's rows, drawn with `seed` before
+    packing. Weights repeat or drop training rows, never held-out rows. Documents and packings are cached. With
+    `share_prompts`, the prompt of a pair is computed once. Raises ValueError with the place for unreadable files and
+    rows, and if the settings require shared prompts and the recipe does not support them.
+    """
+    preparation = Preparation(config, tokenizer, batch_size, seed, share_prompts)
+    preparation.check()
+    return world().batches(preparation.batches, preparation.largest)
 
 
 @dataclass(frozen=True)
@@ -81,95 +70,188 @@ class Prepared:
         report = replace(report, kept=len(rows), tokens=tokens, target_tokens=targets)
         return replace(self, documents=documents, report=report, key=self.key and f"{self.key} {part}")
 
-    def packing_key(self, config: DataConfig, share_prompts: bool) -> str:
-        sharing = [share_prompts] if share_prompts else []
-        return f"packing-{hash_of(self.key, config.packing, PACKING_VERSION, config.max_length, *sharing)}"
+
+class Keys(NamedTuple):
+    """Keys of the cache entries of prepared documents; None for entries of this run only."""
+
+    documents: str | None
+    packing: str | None
+    sharing: str | None
+    """Of the numbers of shared prompt tokens."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What decides the batches of a run: the steps from its sources to batches, and their keys in the cache."""
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    batch_size: int
+    seed: int
+    share_prompts: bool = False
+
+    @cached_property
+    def objective(self) -> Objective:
+        return objective_of(self.config)
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        return kinds_of(image_rules_of(self.config, self.tokenizer))
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the cache."""
+        return cache_folder(self.config.cache_dir)
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """Of the training sources."""
+        return [source.weight for source in RowSources.of(self.config).sources]
 
     @property
-    def sharing_key(self) -> str:
-        return f"shared-{hash_of(self.key)}"
+    def drawn_by(self) -> int | None:
+        """The seed by which rows are drawn; None if no draw decides which rows are trained."""
+        return self.seed if self.config.validation_fraction or any(weight % 1 for weight in self.weights) else None
 
+    def check(self) -> None:
+        """Raise ValueError for settings that the recipe or the model does not support."""
+        self.objective.check(self.config, self.share_prompts)
+        image_rules_of(self.config, self.tokenizer)
 
-def prepare_batches(
-    config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool = False
-) -> tuple[Batches, EvalBatches | None]:
-    """Return training batches of `config.source`, and evaluation batches of the held-out rows, if any.
+    def largest(self) -> Batch:
+        return largest_batch(self.config, self.batch_size, self.share_prompts, self.kinds)
 
-    Batches have `batch_size` rows of data and the fields of the objective named by the class of `config`. Held-out rows
-    come from `validation_source`, or are a `validation_fraction` of the source's rows, drawn with `seed` before
-    packing. Weights repeat or drop training rows, never held-out rows. Documents and packings are cached. With
-    `share_prompts`, the prompt of a pair is computed once. Raises ValueError with the place for unreadable files and
-    rows, and if the settings require shared prompts and the recipe does not support them.
-    """
-    objective_of(config).check(config, share_prompts)
-    limit_images(tokenizer, config)
-    return world().batches(
-        lambda: _read_batches(config, tokenizer, batch_size, seed, share_prompts),
-        lambda: largest_batch(config, batch_size, share_prompts, kinds_of(tokenizer)),
-    )
+    def batches(self) -> tuple[Batches, EvalBatches | None]:
+        """Read, arrange and cache everything; return the training and the held-out batches."""
+        if self.config.chat_template is not None and self.tokenizer.template_file is None:
+            raise ValueError(
+                "data.chat_template is set, but this recipe loads its tokenizer without it. Edit the recipe: "
+                "load_tokenizer(cfg.model, cfg.data.chat_template)."
+            )
+        whole = self.documents(self.config.source)
+        trained, held_out = self.parts(whole)
+        parts = [trained] if held_out is None else [trained, held_out]
+        arrangements = [self.arranged(part) for part in parts]
+        used = {key for prepared in (whole, *parts) for key in self.keys(prepared) if key is not None}
+        limit_size(self.folder, self.config.cache_gib * 2**30, keep=used)
+        # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
+        most = max(arrangement.most_in_a_row for arrangement in arrangements)
+        first, num_in_all, layouts = 0, sum(len(part.documents) for part in parts), list[ArrangedDocuments]()
+        for part, arrangement in zip(parts, arrangements, strict=True):
+            columns = replace(part.documents, pad_id=self.tokenizer.pad_id, first=first, num_in_all=num_in_all)
+            layouts.append(ArrangedDocuments(replace(arrangement, most_in_a_row=most), columns, self.objective))
+            first += len(columns)
+        fingerprint, shuffle = self.fingerprint(whole), self.config.shuffle
+        batches = Batches(layouts[0], seed=self.seed, report=trained.report, fingerprint=fingerprint, shuffle=shuffle)
+        return batches, None if held_out is None else EvalBatches(layouts[1], held_out.report)
 
+    def documents(self, source: Sources) -> Prepared:
+        """Load the documents of `source` from the cache, or make them.
 
-def _read_batches(
-    config: DataConfig, tokenizer: Tokenizer, batch_size: int, seed: int, share_prompts: bool
-) -> tuple[Batches, EvalBatches | None]:
-    if config.chat_template is not None and tokenizer.template_file is None:
-        raise ValueError(
-            "data.chat_template is set, but this recipe loads its tokenizer without it. Edit the recipe: "
-            "load_tokenizer(cfg.model, cfg.data.chat_template)."
-        )
-    folder = cache_folder(config.cache_dir)
-    whole = load_documents(config, tokenizer, config.source, folder)
-    weights = [source.weight for source in list_sources(config.source)]
-    weighted = any(weight != 1 for weight in weights)
-    drawn_by = seed if config.validation_fraction or any(weight % 1 for weight in weights) else None
-    part = hash_of(config.validation_source is None and config.validation_fraction, weights, drawn_by)
+        Raises ValueError as `Parts` does, and for a file that changes while it is read.
+        """
+        sources = RowSources.of(self.config, source)
+        content = sources.content(self.folder)
+        key = self._key_of_documents(sources, content)
+        digest = hashlib.blake2b(digest_size=16)  # of rows that are not in files
 
-    rows, held_out = np.arange(whole.report.kept), None
-    if config.validation_source is not None:
-        held_out = load_documents(config, tokenizer, config.validation_source, folder)
-    elif config.validation_fraction > 0:
-        rows, held_out_rows = _split(len(rows), config.validation_fraction, seed)
-        report = DataReport(whole.report.format, unit=whole.report.unit, rows=len(held_out_rows))
-        held_out = whole.select(held_out_rows, report, f"{part} held out")
-    if weighted:
-        source_of = np.repeat(np.arange(len(whole.report.kept_by_source)), whole.report.kept_by_source)
-        rows = rows[weigh(source_of[rows], weights, seed)]
-        if not len(rows):
-            raise ValueError(f"the weights in data.source ({weights}) leave no row to train on. Raise them.")
-    trained = whole.select(rows, whole.report, part) if weighted or len(rows) < whole.report.kept else whole
+        def write(writer: EntryWriter) -> None:
+            parts = Parts(renderer_of(self.config, self.tokenizer, source), digest if content is None else None)
+            for part in parts:
+                writer.append(part.stored)
+            writer.about["report"] = asdict(parts.report)
+            if content is not None and sources.content(self.folder) != content:
+                raise ValueError(
+                    f"a file of {source} changed while it was read. Start again when it is complete. Your own function in "
+                    "data.format must return the same for the same row."
+                )
 
-    parts = [trained, *([held_out] if held_out else [])]
-    arrangements = [arranged(one, config, batch_size, folder, share_prompts, tokenizer) for one in parts]
-    used = {
-        key
-        for one in (whole, *parts)
-        if one.key
-        for key in (one.key, one.packing_key(config, share_prompts), one.sharing_key)
-    }
-    limit_size(folder, config.cache_gib * 2**30, keep=used)
+        def load() -> tuple[Columns, DataReport]:
+            arrays, about = load_entry(self.folder, key, write)
+            return replace(Columns.of(arrays), kinds=self.kinds), DataReport(**about["report"])
 
-    settings = without_hashes(config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT))
-    settings = {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)}
-    arrangement: list[int] = [share_prompts] if share_prompts else []
-    if config.packing in ("bfd", "bfd_split"):
-        arrangement.append(PACKING_VERSION)
-    of_kinds = [kind.fingerprint(whole.documents) for kind in whole.documents.kinds]
-    fingerprint = hash_of(
-        whole.content, tokenizer_digest(tokenizer), settings, weights, drawn_by, *arrangement, *of_kinds
-    )
+        columns, report = load()
+        if key is not None and (files := [changed for kind in self.kinds if (changed := kind.changed(columns))]):
+            key = f"documents-{hash_of(key, *files)}"
+            columns, report = load()
+        if key is not None and report.bad_images:  # the next start looks for the image again
+            forget_entry(self.folder, key)
+            key = None
+        return Prepared(columns, report, content or digest.hexdigest(), key)
 
-    # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
-    most = max(one.most_in_a_row for one in arrangements)
-    first, num_in_all, layouts = 0, sum(len(one.documents) for one in parts), list[ArrangedDocuments]()
-    for one, rows_of_it in zip(parts, arrangements, strict=True):
-        columns = replace(one.documents, pad_id=tokenizer.pad_id, first=first, num_in_all=num_in_all)
-        layouts.append(ArrangedDocuments(replace(rows_of_it, most_in_a_row=most), columns, objective_of(config)))
-        first += len(columns)
-    batches = Batches(layouts[0], seed=seed, report=trained.report, fingerprint=fingerprint, shuffle=config.shuffle)
-    return batches, EvalBatches(layouts[1], held_out.report) if held_out else None
+    def parts(self, whole: Prepared) -> tuple[Prepared, Prepared | None]:
+        """Return the training rows of the source's documents, by weight, and the held-out rows, if any."""
+        rows, held_out, validation_source = np.arange(whole.report.kept), None, self.config.validation_source
+        weighted = any(weight != 1 for weight in self.weights)
+        fraction = validation_source is None and self.config.validation_fraction
+        part = hash_of(fraction, self.weights, self.drawn_by)
+        if validation_source is not None:
+            held_out = self.documents(validation_source)
+        elif fraction:
+            rows, held_out_rows = _split(len(rows), fraction, self.seed)
+            report = DataReport(whole.report.format, unit=whole.report.unit, rows=len(held_out_rows))
+            held_out = whole.select(held_out_rows, report, f"{part} held out")
+        if weighted:
+            source_of = np.repeat(np.arange(len(whole.report.kept_by_source)), whole.report.kept_by_source)
+            rows = rows[weigh(source_of[rows], self.weights, self.seed)]
+            if not len(rows):
+                raise ValueError(f"the weights in data.source ({self.weights}) leave no row to train on. Raise them.")
+        is_whole = not weighted and len(rows) == whole.report.kept
+        return whole if is_whole else whole.select(rows, whole.report, part), held_out
 
+    def arranged(self, prepared: Prepared) -> Arrangement:
+        """Arrange documents in rows. Report the packing's efficiency, what kinds of columns count, and texts beyond the context.
 
-sft_batches = preference_batches = unpaired_batches = prepare_batches  # names for recipes: the kind of data
+        Packings and shared prompt lengths are cached. Raises ValueError as `check_context` does.
+        """
+        columns, report, keys = prepared.documents, prepared.report, self.keys(prepared)
+        packed, shared = None, None
+        report.remarks = self.objective.describe(columns.per_document("row_values"))
+        if self.share_prompts:
+            shared = self._cached(keys.sharing, lambda: {"shared": shared_prompts(columns)})["shared"]
+        if self.config.packs_rows:
+            packed = self._cached(keys.packing, lambda: pack_documents(columns.lengths, self.config, shared))
+        arrangement = arrange(columns.lengths, self.config, self.batch_size, shared, packed)
+        for kind in columns.kinds:
+            kind.describe(columns, report, len(self.config.sides))
+        work = tuple(kind.work(columns)[arrangement.documents] for kind in columns.kinds)
+        arrangement = replace(arrangement, work=work)
+        if packed:
+            report_packing(report, arrangement, columns, self.config)
+        check_context(arrangement, report, self.config, self.tokenizer.context_length)
+        return arrangement
+
+    def _cached(self, key: str | None, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        return load_entry(self.folder, key, lambda writer: writer.append(make()))[0]
+
+    def _key_of_documents(self, sources: RowSources, content: str | None) -> str | None:
+        files = own_files(self.config)
+        if content is None or not all(files.values()):
+            return None
+        own_code = [hashlib.blake2b(Path(file).read_bytes()).hexdigest() for file in files.values()]
+        settings = [type(self.config.importable()).__name__, settings_of_documents(self.config)]
+        # Paths in rows, such as those of images, are relative to the folder of the rows.
+        folders = sources.folders() if self.kinds else []
+        digests = code_digest(), content, tokenizer_digest(self.tokenizer)
+        return f"documents-{hash_of(FORMAT, *digests, settings, *folders, *own_code)}"
+
+    def keys(self, prepared: Prepared) -> Keys:
+        if prepared.key is None:
+            return Keys(None, None, None)
+        sharing = [True] if self.share_prompts else []
+        packing = hash_of(prepared.key, self.config.packing, PACKING_VERSION, self.config.max_length, *sharing)
+        return Keys(prepared.key, f"packing-{packing}", f"shared-{hash_of(prepared.key)}")
+
+    def fingerprint(self, whole: Prepared) -> str:
+        """Hash of all that decides the batches, but for their size; whole: the documents of `config.source`."""
+        arrangement: list[int] = [True] if self.share_prompts else []
+        if self.config.packing in ("bfd", "bfd_split"):
+            arrangement.append(PACKING_VERSION)
+        of_kinds = [kind.fingerprint(whole.documents) for kind in whole.documents.kinds]
+        if own_files(self.config):  # the code of an own objective may change, so its documents count
+            of_kinds.append(whole.documents.content())
+        draws = settings_of_batches(self.config), self.weights, self.drawn_by
+        return hash_of(whole.content, tokenizer_digest(self.tokenizer), *draws, *arrangement, *of_kinds)
 
 
 # Training rows --------------------------------------------------------------------------------------------------------
@@ -208,41 +290,6 @@ def weigh(source_of: np.ndarray, weights: Sequence[float], seed: int) -> np.ndar
 # Arrangement in rows --------------------------------------------------------------------------------------------------
 
 
-def arranged(
-    prepared: Prepared,
-    config: DataConfig,
-    batch_size: int,
-    folder: Path,
-    share_prompts: bool,
-    tokenizer: Tokenizer,
-) -> Arrangement:
-    """Arrange the prepared documents in rows. Report the packing's efficiency, what kinds of columns count, and texts beyond
-    the context.
-
-    Packings and shared prompt lengths are cached. Raises ValueError as `check_context` does.
-    """
-    columns, packed, shared = prepared.documents, None, None
-    prepared.report.remarks = objective_of(config).describe(columns.per_document("row_values"))
-    if share_prompts:
-        key = prepared.sharing_key if prepared.key else None
-        found, _ = load_entry(folder, key, lambda writer: writer.append({"shared": shared_prompts(columns)}))
-        shared = found["shared"]
-    if config.packs_rows:
-        key = prepared.packing_key(config, share_prompts) if prepared.key else None
-        packed, _ = load_entry(
-            folder, key, lambda writer: writer.append(pack_documents(columns.lengths, config, shared))
-        )
-    arrangement = arrange(columns.lengths, config, batch_size, shared, packed)
-    for kind in columns.kinds:
-        kind.describe(columns, prepared.report, len(config.sides))
-    work = tuple(kind.work(columns)[arrangement.documents] for kind in columns.kinds)
-    arrangement = replace(arrangement, work=work)
-    if packed:
-        report_packing(prepared.report, arrangement, columns, config)
-    check_context(arrangement, prepared.report, config, tokenizer.context_length)
-    return arrangement
-
-
 def check_context(arrangement: Arrangement, report: DataReport, config: DataConfig, context_length: int | None) -> None:
     """Count texts longer than the model's context in `report`. Raises ValueError if there are any under
     `overflow=raise`."""
@@ -279,104 +326,3 @@ def report_packing(report: DataReport, arrangement: Arrangement, columns: Column
         trained, begins = columns.values["trained"], arrangement.offsets[:-1]
         row_starts = columns.starts[arrangement.documents[begins]] + arrangement.firsts[begins]
         report.target_tokens += int(trained[columns.starts].sum()) - int(trained[row_starts].sum())
-
-
-# Documents ------------------------------------------------------------------------------------------------------------
-
-
-def load_documents(config: DataConfig, tokenizer: Tokenizer, source: Sources, folder: Path) -> Prepared:
-    """Load the documents of `source` from the cache in `folder`, or make them.
-
-    Raises ValueError as `Parts` does, and for a file that changes while it is read.
-    """
-    content, key, digest = source_content(config, source, folder), None, None
-    kinds = kinds_of(tokenizer)
-    if content is None:
-        digest = hashlib.blake2b(digest_size=16)
-    else:
-        settings = config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest}
-        objective = [settings_class(config).__name__, without_hashes(settings)]
-        # Paths in rows, such as those of images, are relative to the folder of the rows.
-        folders = _folders_of(config, source) if kinds else []
-        key = f"documents-{hash_of(FORMAT, code_digest(), content, tokenizer_digest(tokenizer), objective, *folders)}"
-
-    def write(writer: EntryWriter) -> None:
-        parts = Parts(config, tokenizer, source, digest)
-        for part in parts:
-            writer.append(part.stored)
-        writer.about["report"] = asdict(parts.report)
-        if content is not None and source_content(config, source, folder) != content:
-            raise ValueError(
-                f"a file of {source} changed while it was read. Start again when it is complete. Your own function in "
-                "data.format must return the same for the same row."
-            )
-
-    arrays, about = load_entry(folder, key, write)
-    columns = replace(Columns.of(arrays), kinds=kinds)
-    if key is not None and (files := [changed for kind in kinds if (changed := kind.changed(columns))]):
-        key = f"documents-{hash_of(key, *files)}"
-        arrays, about = load_entry(folder, key, write)
-        columns = replace(Columns.of(arrays), kinds=kinds)
-    report = DataReport(**about["report"])
-    if key is not None and report.bad_images:  # the next start looks for the image again
-        forget_entry(folder, key)
-        key = None
-    if content is None:
-        assert digest is not None
-        content = digest.hexdigest()
-    return Prepared(columns, report, content, key)
-
-
-def _folders_of(config: DataConfig, source: Sources) -> list[str]:
-    files = [file for one in list_sources(source, config) for file in files_of(one) or ()]
-    return [str(folder) for folder in dict.fromkeys(file.parent.resolve() for file in files)]
-
-
-def source_content(config: DataConfig, source: Sources, folder: Path) -> str | None:
-    """Hash of the content of the files of `source`, in order; None if a part of the source is not stored in files.
-
-    The hash includes file suffixes, which determine how CSV is read, and the results of a function from Python. Raises
-    ValueError if a file does not exist.
-    """
-    parts: list[Any] = []
-    for one in list_sources(source, config):
-        files, part = files_of(one), one.split if is_sliced(one.split or "") else None
-        if files is None and not config.streaming:
-            assert one.split is not None
-            files = dataset_files(str(resolve_data_path(one.path)), subset=one.subset, split=one.split)
-            part = [one.subset, one.split]  # `train` and `train[:10%]` have the same files
-        if not files:
-            return None
-        contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
-        form: Any = one.format
-        if one.format in PASSED:
-            digest = hashlib.blake2b(digest_size=16)
-            for _ in read_rows([one], digest, config):
-                pass
-            form = digest.hexdigest()
-        elif is_function_path(one.format):
-            form = [one.format, file_digest(one.format)]
-        parts.append([form, one.columns, part, *contents])
-    return hash_of(parts)
-
-
-def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    files = [*tokenizer.files, *filter(None, [tokenizer.template_file])]
-    own: list[Any] = [tokenizer.chat_template_kwargs] if tokenizer.chat_template_kwargs else []
-    if tokenizer.image_rules is not None:
-        files += [file for name in IMAGE_FILES if (file := tokenizer.folder / name).is_file()]
-    return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files), *own)
-
-
-@cache
-def code_digest() -> str:
-    """Hash of the code that turns rows into documents, and of its libraries' versions."""
-    package = Path(__file__).parents[1]
-    files = [file for part in ("data", "images", "tokenizers") for file in sorted((package / part).glob("*.py"))]
-    files.append(package / "system" / "cache.py")
-    return hash_of(*(file.read_text(encoding="utf-8") for file in files), *map(version, LIBRARIES))
-
-
-def hash_of(*values: Any) -> str:
-    """Hash of JSON values."""
-    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -17,7 +17,6 @@ from lean_ft.data.columns import Columns, Document
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.objective import objective_of
 from lean_ft.data.report import DataReport
-from lean_ft.data.sources import read_rows
 from lean_ft.settings import DataConfig
 from lean_ft.tokenizers import Tokenizer
 
@@ -83,10 +82,10 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, batch_si
 
     Raises ValueError for an unreadable row unless `on_bad_row` skips it, and if no row is left.
     """
-    render = renderer_of(config, tokenizer, config.source)
+    render = renderer_of(config, tokenizer)
     report, documents, notes = render.empty_report(), list[Document](), list[str]()
     origins = list[tuple[str, dict[str, Any]]]()  # of each document: place and columns for rewards
-    for row in read_rows(config.source, None, config):
+    for row in render.sources.rows():
         found, counts = render([row])
         report.add(counts)
         report.check_bad_rows(config.max_bad_rows)

@@ -14,7 +14,7 @@ import numpy as np
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat
 from lean_ft.data.columns import Document
-from lean_ft.data.documents import renderer_of
+from lean_ft.data.documents import Renderer, image_rules_of, renderer_of
 from lean_ft.data.foreign_fields import MEDIA, is_given, refuse_media
 from lean_ft.data.formats import (
     FORMATS,
@@ -28,13 +28,12 @@ from lean_ft.data.formats import (
     writes_chats,
 )
 from lean_ft.data.images import IMAGE_FIELDS, shows_images, unread_part_keys, without_images
+from lean_ft.data.keys import hash_of, tokenizer_digest
 from lean_ft.data.kinds import kinds_of
 from lean_ft.data.objective import Objective
-from lean_ft.data.prepare import hash_of, tokenizer_digest
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Row, names_of
-from lean_ft.data.sources import read_rows
-from lean_ft.settings import DataConfig, PromptDataConfig, PromptRowsConfig, Sources
+from lean_ft.data.rows import Digest, Row, names_of
+from lean_ft.settings import PromptDataConfig, PromptRowsConfig
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
 
@@ -109,7 +108,8 @@ def prompt_rows(
     """
 
     def instead() -> tuple[Prompts, None]:
-        document = replace(Document.of([0] * config.max_prompt_length), kinds=kinds_of(tokenizer))
+        kinds = kinds_of(image_rules_of(config, tokenizer))
+        document = replace(Document.of([0] * config.max_prompt_length), kinds=kinds)
         prompt = Prompt(document.ids.tolist(), "", {}, "", document)
         return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
 
@@ -121,9 +121,9 @@ def _read_prompts(
 ) -> tuple[Prompts, list[Prompt] | None]:
     digest = hashlib.blake2b(digest_size=16)
     rows = config.rows(tools)
-    (prompts, report), held_out = _read(rows, tokenizer, config.source, digest), None
+    (prompts, report), held_out = _read(renderer_of(rows, tokenizer), digest), None
     if config.validation_source is not None:
-        held_out, _ = _read(rows, tokenizer, config.validation_source, digest)
+        held_out, _ = _read(renderer_of(rows, tokenizer, config.validation_source), digest)
     elif config.validation_fraction > 0:
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
@@ -142,20 +142,19 @@ def _read_prompts(
     return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
 
 
-def _read(config: DataConfig, tokenizer: Tokenizer, source: Sources, digest: Any) -> tuple[list[Prompt], DataReport]:
-    render = renderer_of(config, tokenizer, source)
+def _read(render: Renderer, digest: Digest) -> tuple[list[Prompt], DataReport]:
     reader = render.reader
     assert isinstance(reader, PromptReader)
     report, prompts = render.empty_report(), list[Prompt]()
-    for row in read_rows(source, digest, config):
+    for row in render.sources.rows(digest):
         documents, counts = render([row])
         report.add(counts)
-        report.check_bad_rows(config.max_bad_rows)
+        report.check_bad_rows(render.config.max_bad_rows)
         for one in documents:
             document = None if not one.kinds else replace(one, trained=np.zeros(len(one), dtype=bool))
             asked, columns = reader.read(row)
             prompts.append(Prompt(one.ids.tolist(), without_images(asked), columns, row.place, document))
-    if tokenizer.image_rules is not None:
+    if render.rules is not None:
         report.check_images()
     return prompts, report
 

@@ -1,22 +1,26 @@
 """Read the rows of `data.source`, in order: files, globs and Hugging Face datasets."""
 
 import glob
+import hashlib
 import json
 import math
 import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from lean_ft.data.arrow_rows import is_parquet, read_dataset, read_parquet_file
+from lean_ft.data.arrow_rows import dataset_files, is_parquet, read_dataset, read_parquet_file
+from lean_ft.data.keys import hash_of
 from lean_ft.data.rows import Digest, Row, kind, through_gate
 from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
-from lean_ft.settings import DataSource, RowsConfig, Sources
+from lean_ft.settings import DataConfig, DataSource, Sources
+from lean_ft.system.cache import content_digest
 from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.spelling import nearest
 from lean_ft.system.user_code import Caller, Failed, copied
@@ -28,48 +32,90 @@ _DATA_FILE = r"(\.\w+)?\.(gz|zst|zstd)$|\.(jsonl?|csv|tsv|txt|md|parquet)$"
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files written by save_to_disk
 
 
-def read_rows(source: Sources, digest: Digest | None = None, config: RowsConfig | None = None) -> Iterator[Row]:
-    """Yield the rows of each source in order; update `digest` with all content read.
+@dataclass(frozen=True)
+class RowSources:
+    """The sources of some rows, in order, and the settings of `data` that say how to read them."""
 
-    `config` holds the defaults of sources, such as the split. An unreadable row has a `problem`. Raises ValueError with
-    the name and the reason for a source that is missing, empty or cannot be read to its end.
-    """
-    for number, one in enumerate(_checked_sources(source, config)):
-        for row in _read_source(one, digest, streaming=config is not None and config.streaming):
-            yield row._replace(source=number) if number else row
+    config: DataConfig
+    source: Sources
+    """As in the settings, for messages."""
+    sources: list[DataSource]
+    """Each with the settings of `data` that it omits."""
 
+    @classmethod
+    def of(cls, config: DataConfig, source: Sources | None = None) -> Self:
+        """The sources of `source` (default: `config.source`). Raises ValueError for an empty list."""
+        source = config.source if source is None else source
+        listed = [source] if isinstance(source, str) else source
+        if not listed:
+            raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or a list of them.")
+        sources = [DataSource(path=one) if isinstance(one, str) else one for one in listed]
+        missing = [[name for name in OF_ALL_SOURCES if getattr(one, name) is None] for one in sources]
+        filled = [
+            one.model_copy(update={name: getattr(config, name) for name in names})
+            for one, names in zip(sources, missing, strict=True)
+        ]
+        return cls(config, source, filled)
 
-def first_rows(source: Sources, count: int, config: RowsConfig | None = None) -> list[Row]:
-    """Return the first `count` rows of every source, for format detection."""
-    rows: list[Row] = []
-    for number, one in enumerate(_checked_sources(source, config)):
-        some = _read_source(one, None, streaming=config is not None and config.streaming)
-        rows += [row._replace(source=number) for row in islice(some, count)]
-    return rows
+    def rows(self, digest: Digest | None = None) -> Iterator[Row]:
+        """Yield the rows of each source in order; update `digest` with all content read.
 
+        An unreadable row has a `problem`. Raises ValueError with the name and the reason for a source that is missing, empty
+        or cannot be read to its end.
+        """
+        self._check_streaming()
+        for number, source in enumerate(self.sources):
+            for row in _read_source(source, digest, streaming=self.config.streaming):
+                yield row._replace(source=number) if number else row
 
-def list_sources(source: Sources, config: RowsConfig | None = None) -> list[DataSource]:
-    """Return `source` as a list, with settings that a source omits filled in from `config`."""
-    given = [source] if isinstance(source, str) else source
-    if not given:
-        raise ValueError(f"data.source is an empty list; expected {EXPECTED}, or a list of them.")
-    sources = [DataSource(path=one) if isinstance(one, str) else one for one in given]
-    common = config or RowsConfig.model_validate({"source": source})
-    missing = [[name for name in OF_ALL_SOURCES if getattr(one, name) is None] for one in sources]
-    return [
-        one.model_copy(update={name: getattr(common, name) for name in names})
-        for one, names in zip(sources, missing, strict=True)
-    ]
+    def first_rows(self, count: int) -> list[Row]:
+        """Return the first `count` rows of every source, for format detection."""
+        self._check_streaming()
+        rows: list[Row] = []
+        for number, source in enumerate(self.sources):
+            some = _read_source(source, None, streaming=self.config.streaming)
+            rows += [row._replace(source=number) for row in islice(some, count)]
+        return rows
 
+    def _check_streaming(self) -> None:
+        """Raise ValueError if `data.streaming` is set and `data.source` has no Hugging Face dataset."""
+        trained = RowSources.of(self.config).sources if self.config.streaming else []
+        if trained and all(source_files(one.path) is not None for one in trained):
+            raise ValueError(
+                f"data.streaming=true applies to Hugging Face datasets, but {trained[0].path} is a file. Leave it out."
+            )
 
-def _checked_sources(source: Sources, config: RowsConfig | None) -> list[DataSource]:
-    """Call `list_sources`. Raises ValueError if `data.streaming` is set and `data.source` has no Hugging Face dataset."""
-    trained = list_sources(config.source, config) if config is not None and config.streaming else []
-    if trained and all(source_files(one.path) is not None for one in trained):
-        raise ValueError(
-            f"data.streaming=true applies to Hugging Face datasets, but {trained[0].path} is a file. Leave it out."
-        )
-    return list_sources(source, config)
+    def content(self, folder: Path) -> str | None:
+        """Hash of the content of the files, in order; None if a part of the sources is not stored in files.
+
+        folder: of the cache, where the hashes of files are stored. The hash includes file suffixes, which determine how CSV is
+        read, and the results of a function from Python. Raises ValueError if a file does not exist.
+        """
+        parts: list[Any] = []
+        for one in self.sources:
+            files, part = files_of(one), one.split if is_sliced(one.split or "") else None
+            if files is None and not self.config.streaming:
+                assert one.split is not None
+                files = dataset_files(str(resolve_data_path(one.path)), subset=one.subset, split=one.split)
+                part = [one.subset, one.split]  # `train` and `train[:10%]` have the same files
+            if not files:
+                return None
+            contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
+            parts.append([self._content_of_format(one), one.columns, part, *contents])
+        return hash_of(parts)
+
+    def _content_of_format(self, source: DataSource) -> Any:
+        if source.format in PASSED:
+            digest = hashlib.blake2b(digest_size=16)
+            for _ in replace(self, sources=[source]).rows(digest):
+                pass
+            return digest.hexdigest()
+        return [source.format, file_digest(source.format)] if is_function_path(source.format) else source.format
+
+    def folders(self) -> list[str]:
+        """The folders of the files, to which paths in rows, such as those of images, are relative."""
+        files = [file for one in self.sources for file in files_of(one) or ()]
+        return [str(folder) for folder in dict.fromkeys(file.parent.resolve() for file in files)]
 
 
 def source_files(source: str) -> list[Path] | None:

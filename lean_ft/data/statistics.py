@@ -11,7 +11,7 @@ import numpy as np
 
 from lean_ft.data.arrangement import row_order
 from lean_ft.data.batch import rounded_up
-from lean_ft.data.documents import Parts
+from lean_ft.data.documents import Parts, renderer_of
 from lean_ft.data.kinds import kinds_of
 from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack
@@ -54,8 +54,8 @@ class AtLength:
 def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     """Read and tokenize `config.source`, keeping only lengths. Raises ValueError as `prepare_batches` does."""
     uncut = config.model_copy(update={"max_length": ANY_LENGTH, "overflow": "truncate", "packing": "none"})
-    parts = Parts(uncut, tokenizer, config.source)
-    kinds = kinds_of(tokenizer)
+    render = renderer_of(uncut, tokenizer)
+    parts, kinds = Parts(render), kinds_of(render.rules)
     columns = [
         (part.lengths, part.num_targets, part.per_document("row_values"), *(kind.num_tokens(part) for kind in kinds))
         for part in parts

@@ -4,6 +4,7 @@ Workers are spawned, so threads and devices of the parent process are safe. Unli
 not run the user's script again, and they ignore Ctrl-C.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,12 +14,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import connection, parent_process
 from multiprocessing.context import SpawnContext, SpawnProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from lean_ft.system.environment import without_current_folder
+from lean_ft.system.user_functions import run_file
 
 UNDER_WAY = 2  # items per process: one in progress, one queued
 
@@ -66,6 +71,38 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
         for process in filter(_Process.is_alive, context.processes):
             process.kill()
         pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class FromFiles:
+    """A function with classes of user code, such as a recipe's file, which another process runs before it reads the function."""
+
+    files: dict[str, str]
+    """Module -> its file."""
+    function: Callable[[Any], Any]
+
+    def __call__(self, item: Any) -> Any:
+        return self.function(item)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FromFiles, (_Files(self.files), self.function)  # arguments are read in order
+
+
+class _Files(dict[str, str]):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _run_files, (dict(self),)
+
+
+def _run_files(files: dict[str, str]) -> dict[str, str]:
+    """Run the files that an import of their modules would not find, such as a recipe's."""
+    with contextlib.redirect_stdout(sys.stderr):
+        for name, file in files.items():
+            spec = None
+            with contextlib.suppress(ModuleNotFoundError):
+                spec = find_spec(name)
+            if spec is None or spec.origin != file:
+                run_file(Path(file), name)
+    return files
 
 
 class _Process(SpawnProcess):

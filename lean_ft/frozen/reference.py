@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batches, EvalBatches, PairBatch, PolicyBatch
-from lean_ft.data.prepare import hash_of
+from lean_ft.data.keys import hash_of
 from lean_ft.data.unpaired import Unpaired
 from lean_ft.frozen.frozen_model import load_frozen
 from lean_ft.losses import AnswerLogProbs, TokenLogProbs

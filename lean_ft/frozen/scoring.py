@@ -15,7 +15,7 @@ from lean_ft.data import Batches, EvalBatches
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.formats import FORMATS, NUM_ROWS_TO_DETECT, formats_of
 from lean_ft.data.pairs import PairReader
-from lean_ft.data.sources import first_rows, read_rows
+from lean_ft.data.sources import RowSources
 from lean_ft.frozen.reward_model import open_reward_model, score, token_scores
 from lean_ft.models import Decoder
 from lean_ft.models.config_json import label_names
@@ -67,13 +67,12 @@ def score_rows(
         yield from _classified(model, tokenizer, ClassificationDataConfig.model_validate(settings))
         return
     config: DataConfig = SFTDataConfig.model_validate(settings)
-    source = config.source
-    formats = formats_of(
-        config, first_rows(source, NUM_ROWS_TO_DETECT, config), source, PairReader.known | FORMATS
-    ).values()
+    sources = RowSources.of(config)
+    formats = formats_of(sources, sources.first_rows(NUM_ROWS_TO_DETECT), PairReader.known | FORMATS).values()
     if any(format.fields.is_pair for format in formats):
         config = PreferenceDataConfig.model_validate(settings)
-    render, rows = renderer_of(config, tokenizer, source), read_rows(source, None, config)
+    render = renderer_of(config, tokenizer)
+    rows = render.sources.rows()
     sides = [f"{side}_" if side else "" for side in config.sides]
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)
@@ -95,7 +94,8 @@ def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationData
     """
     config, names = config.model_copy(update={"labels": []}), label_names(model.source.config)  # rows need no labels
     is_multi = str(model.source.config.get("problem_type")).startswith("multi")
-    render, rows = renderer_of(config, tokenizer, config.source), read_rows(config.source, None, config)
+    render = renderer_of(config, tokenizer)
+    rows = render.sources.rows()
     while some := list(islice(rows, ROWS_AT_A_TIME)):
         readable = render.whole(some)
         for (row, _), scores in zip(readable, token_scores(model, [one for _, [one] in readable]), strict=True):

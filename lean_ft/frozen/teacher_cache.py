@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lean_ft.data import Batch, EvalBatches, sft_batches
+from lean_ft.data import Batch, EvalBatches, prepare_batches
 from lean_ft.data.columns import Columns
-from lean_ft.data.prepare import NOT_IN_FINGERPRINT
+from lean_ft.data.keys import NOT_IN_FINGERPRINT
 from lean_ft.frozen.frozen_model import for_forward
 from lean_ft.losses import TeacherStates, loss_chunk_tokens, top_log_probs
 from lean_ft.memory import apply_memory
@@ -65,7 +65,7 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
     device = resolve_device(cfg.device)
     check_dtype(cfg.model.dtype, device)
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    trained, held_out = sft_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=0)
+    trained, held_out = prepare_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=0)
     model = _load_teacher(cfg, device)
     check_own_families()
     chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)

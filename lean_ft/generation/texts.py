@@ -15,7 +15,7 @@ from lean_ft.data.chats import read_content, read_variables
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.data.images import IMAGE_FIELDS, documents_of, images_of, read_image, with_sizes
-from lean_ft.data.sources import read_rows
+from lean_ft.data.sources import RowSources
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import pack_for_generation, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
@@ -29,6 +29,7 @@ from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.peft import ids_of_rows, is_adapter, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.quantize import is_quantized, load_quantized
+from lean_ft.settings import SFTDataConfig
 from lean_ft.system.user_functions import use_family
 from lean_ft.system.whole_files import read_json, read_text
 from lean_ft.tokenizers import Tokenizer
@@ -233,7 +234,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     if not _ROWS & set(file.suffixes):
         lines = read_text(file).splitlines()
         return [{"prompt": line} for line in lines if line.strip()]
-    rows = list(read_rows(str(file)))
+    rows = list(RowSources.of(SFTDataConfig.model_validate({"source": str(file)})).rows())
     if _is_chat([row.fields for row in rows]):
         for row in rows:
             row.check()
@@ -294,7 +295,8 @@ def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str
             raise ValueError(
                 "a prompt has an image, which needs a chat template. Remove chat=false, or use a chat model."
             )
-        return documents_of([Document.of(tokenizer.encode(asked, add_special_tokens=True))], tokenizer)[0]
+        document = Document.of(tokenizer.encode(asked, add_special_tokens=True))
+        return documents_of([document], tokenizer, tokenizer.image_rules)[0]
     messages, images = images_of(_messages(asked), row)
     if images and tokenizer.image_rules is None:
         raise ValueError(
@@ -308,7 +310,7 @@ def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str
     if "tools" in passage.unread:
         raise ValueError("the chat template does not write tools. Remove `tools`, or use a model that calls tools.")
     passage = with_sizes(replace(passage, images=images), folder, tokenizer.image_rules)
-    return documents_of([passage], tokenizer)[0]
+    return documents_of([passage], tokenizer, tokenizer.image_rules)[0]
 
 
 def _messages(asked: str | Messages) -> list[dict[str, Any]]:

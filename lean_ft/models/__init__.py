@@ -10,7 +10,7 @@ from lean_ft.models.layers import MLP, RMSNorm
 from lean_ft.models.load_options import LoadOptions
 from lean_ft.models.new_model import build_decoder
 from lean_ft.models.rope import RopeConfig
-from lean_ft.models.saving import save_model
+from lean_ft.models.saving import check_parameters, save_model
 from lean_ft.models.source import parts_on_disk, tensors_on_disk
 from lean_ft.models.stored_weights import stored_labels
 
@@ -25,6 +25,7 @@ __all__ = [
     "RMSNorm",
     "RopeConfig",
     "build_decoder",
+    "check_parameters",
     "decoder_config",
     "empty_model",
     "label_fields",

@@ -51,14 +51,7 @@ def save_model(
         ValueError: if the model has no config.json, or its parameters are not those of its config (such as with an adapter), or
             with `whole` not those of the folder.
     """
-    if not model.source.config:
-        raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
-    expected = dict(empty_decoder(model.config, torch.float32).named_parameters())
-    if different := expected.keys() ^ dict(model.named_parameters()).keys():
-        raise ValueError(
-            f"the model's parameters differ from those of its config.json: {first_few(different)}. Save an adapter by "
-            "lean_ft.peft.save_adapter, or merge it first."
-        )
+    check_parameters(model)
     from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
 
     folder = Path(path)
@@ -82,6 +75,19 @@ def save_model(
     drafts = not copied.keys().isdisjoint(model.source.drafting)
     write = _write_configs_of_whole if whole else partial(write_configs, drafts=drafts)
     ranks.on_rank_zero(lambda: write(model, folder))
+
+
+def check_parameters(model: Decoder) -> None:
+    """Raise ValueError if the model has no config.json, or its parameters are not those of its config."""
+    if not model.source.config:
+        raise ValueError("the model was not loaded from a folder, so there is no config.json to save with it.")
+    expected = dict(empty_decoder(model.config, torch.float32).named_parameters())
+    if different := expected.keys() ^ dict(model.named_parameters()).keys():
+        raise ValueError(
+            f"the model's parameters differ from those of its config.json: {first_few(different)}. Save an adapter by "
+            "lean_ft.peft.save_adapter, or merge it first. A module that trains besides the model is an argument of its own: "
+            "Run(..., carried=module)."
+        )
 
 
 def write_configs(model: Decoder, folder: Path, drafts: bool = False, **more: Any) -> None:

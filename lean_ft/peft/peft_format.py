@@ -28,7 +28,7 @@ from lean_ft.models.frozen_weight import as_frozen
 from lean_ft.models.moe import Router, experts_of
 from lean_ft.models.safetensors_file import StoredTensor, read_same, write_file
 from lean_ft.models.source import name_in_language_model, source_of
-from lean_ft.models.stored_weights import weights_fingerprint
+from lean_ft.models.stored_weights import first_few, weights_fingerprint
 from lean_ft.models.vision.config import SPELLINGS
 from lean_ft.peft.expert_pairs import names_by_expert, stack_pairs
 from lean_ft.peft.experts import PROJECTIONS
@@ -77,6 +77,21 @@ def save_adapter(
         config = model.source.config
         labels = {name: config[name] for name in ("id2label", "label2id", "problem_type") if name in config}
         ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raise ValueError if a model with an adapter trains parameters that are not the adapter's: they would not be saved."""
+    layers = adapted_layers(model) | trained_rows(model)
+    saved = {f"{name}.{own}" for name, layer in layers.items() for own, _ in layer.named_parameters()} | {
+        *_score(model)
+    }
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if outside := trained - saved:
+        raise ValueError(
+            "the model trains parameters that are not its adapter's, and an adapter's folder cannot hold them: "
+            f"{first_few(outside)}. Freeze them. A module that trains besides the model is an argument of its own: "
+            "Run(..., carried=module)."
+        )
 
 
 def adapter_parts(model: nn.Module) -> dict[str, Part]:

@@ -1,11 +1,14 @@
 """Settings of data: sources, lengths, packing, and the data of each objective."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from lean_ft.settings.base import FilePath, Fraction, Name, OwnFunction, Settings
 from lean_ft.system.user_functions import check_function
+
+if TYPE_CHECKING:
+    from lean_ft.data.objective import Objective
 
 FormatName = Annotated[
     Literal[
@@ -156,8 +159,8 @@ class DataConfig(RowsConfig):
     A recipe's `data` is an instance of a subclass, which sets the objective.
     """
 
-    objective: ClassVar[str] = ""
-    """Module of lean_ft.data that reads rows and builds batches."""
+    objective: ClassVar["str | Objective"] = ""
+    """How rows are read and batches are built: an `Objective` of your own, or the name of a module of lean_ft.data."""
     sides: ClassVar[tuple[str, ...]] = ("",)
     """Names of the sequences of a row. They stay in the same batch."""
     reads_chats: ClassVar[bool] = True
@@ -195,6 +198,14 @@ class DataConfig(RowsConfig):
         """Maximum tokens of a sequence; None if packing accepts any length."""
         return self.max_length if self.packing in ("none", "bfd") else None
 
+    def importable(self) -> "DataConfig":
+        """The same settings without those of a recipe's own class, which worker processes cannot import. An objective of your own
+        gets them all."""
+        if not isinstance(self.objective, str):
+            return self
+        kind = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
+
     @model_validator(mode="after")
     def _check_packing(self) -> "DataConfig":
         if self.longest is None and self.overflow != "truncate":
@@ -224,7 +235,7 @@ class DataConfig(RowsConfig):
 class SFTDataConfig(DataConfig):
     """Conversations or texts to train on."""
 
-    objective: ClassVar[str] = "sft"
+    objective: ClassVar["str | Objective"] = "sft"
 
     train_on: Literal["completion", "assistant", "last", "all"] = "assistant"
     """Which tokens of a chat are trained: every assistant message (`assistant`), only the completion of a
@@ -261,7 +272,7 @@ class AnswerDataConfig(DataConfig):
 class PreferenceDataConfig(AnswerDataConfig):
     """Preference pairs: a chosen and a rejected completion."""
 
-    objective: ClassVar[str] = "pairs"
+    objective: ClassVar["str | Objective"] = "pairs"
     sides: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
     shared_prompt: Literal["auto"] | bool = "auto"
@@ -273,7 +284,7 @@ class PreferenceDataConfig(AnswerDataConfig):
 class UnpairedDataConfig(AnswerDataConfig):
     """Single completions, labeled desirable or not. A preference pair counts as two of them."""
 
-    objective: ClassVar[str] = "unpaired"
+    objective: ClassVar["str | Objective"] = "unpaired"
 
 
 class RewardDataConfig(PreferenceDataConfig):
@@ -283,7 +294,7 @@ class RewardDataConfig(PreferenceDataConfig):
 class PromptRowsConfig(DataConfig):
     """Prompts as rows of data: `PromptDataConfig.rows`."""
 
-    objective: ClassVar[str] = "prompts"
+    objective: ClassVar["str | Objective"] = "prompts"
 
     tools: list[dict[str, Any]] = Field([])
     """JSON schemas of the run's tools."""
@@ -292,7 +303,7 @@ class PromptRowsConfig(DataConfig):
 class ClassificationDataConfig(DataConfig):
     """Texts with labels."""
 
-    objective: ClassVar[str] = "classification"
+    objective: ClassVar["str | Objective"] = "classification"
     reads_chats: ClassVar[bool] = False
 
     packing: Literal["none", "bfd", "padding_free"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]

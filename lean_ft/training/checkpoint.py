@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lean_ft.models import Decoder, parts_on_disk, save_model
+from lean_ft.models import Decoder, check_parameters, parts_on_disk, save_model
 from lean_ft.models.drafting import drafting_bytes, is_drafting
 from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
 from lean_ft.models.source import source_of
 from lean_ft.optim import Optimizer
-from lean_ft.peft import adapter_bytes, adapter_parts, has_adapter, restore_adapter, save_adapter
+from lean_ft.peft import adapter_bytes, adapter_parts, check_trained, has_adapter, restore_adapter, save_adapter
 from lean_ft.system.random_state import RandomState
 from lean_ft.system.run_directory import (
     BESIDE_FILE,
@@ -106,6 +106,14 @@ def write_checkpoint(
             write_file(folder / BESIDE_FILE, state.beside, {}, ranks)
         ranks.on_rank_zero(finish)
     return final
+
+
+def check_can_save(model: nn.Module) -> None:
+    """Raise ValueError if checkpoints cannot hold the model's parameters."""
+    if has_adapter(model):
+        check_trained(model)
+    elif isinstance(model, Decoder):
+        check_parameters(model)
 
 
 def weight_parts(model: nn.Module) -> dict[str, Part]:

@@ -44,6 +44,7 @@ from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
+from lean_ft.training.checkpoint import check_can_save
 from lean_ft.training.checkpoints import Checkpoints, Place
 from lean_ft.training.commands import command_to_continue
 from lean_ft.training.evaluations import check_evaluations, describe_evaluation, missing_evaluations, run_eval_tasks
@@ -76,8 +77,8 @@ class Run:
 
     Raises:
         ValueError: `output_dir` is in use, holds something else, or holds a run that does not fit these settings or data;
-            the disk has no room for a checkpoint; `stop_after_evals` is set and nothing is held out; or the ranks differ in
-            settings or data.
+            the disk has no room for a checkpoint, or checkpoints cannot hold the model's parameters; `stop_after_evals` is set
+            and nothing is held out; or the ranks differ in settings or data.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Run:
 
     def _enter(self) -> None:
         """Check what the run needs, lock its directory, and begin."""
+        check_can_save(self.model)
         check_evaluations(self.cfg, self.model, self.ranks, has_held_out=self._held_out is not None)
         self.ranks.check_same(facts_that_ranks_share(self.cfg, self.batches))
         self._lock = lock_directory(self.directory, self.ranks)

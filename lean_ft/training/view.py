@@ -46,7 +46,9 @@ def save_view(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -
 
 def rules_of(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ImageRules | None:
     """How a run with these settings reads images; None if it reads none."""
-    return None if settings.get("model.images", "none") == "none" else tokenizer.image_rules
+    if settings.get("model.images", "none") == "none" or tokenizer.image_rules is None:
+        return None
+    return tokenizer.image_rules.limited(settings.get("data.image_tokens"))
 
 
 def not_in_files(settings: Mapping[str, Any], rules: ImageRules | None = None) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.settings import SFTDataConfig
@@ -161,7 +161,7 @@ def test_the_pretraining_text_states_facts_and_holds_no_held_out_exercise(world:
 def test_the_base_model_cannot_answer_yet(tokenizer: Tokenizer) -> None:
     """It knows the facts but not the format, so that finetuning has a visible effect."""
     config = SFTDataConfig(source="tiny/train.jsonl", validation_source="tiny/validation.jsonl")
-    _, held_out = sft_batches(config, tokenizer, batch_size=32, seed=0)
+    _, held_out = prepare_batches(config, tokenizer, batch_size=32, seed=0)
     report = answer_held_out(load_model("tiny"), tokenizer, held_out, max_questions=64)
     assert len(report.answers) == 64
     assert report.exact_match < 0.05

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.images.reading import decoded, open_image, reference
 from lean_ft.models import load_model
 from lean_ft.settings import ModelConfig, SFTDataConfig
@@ -46,7 +46,7 @@ def dots(row: dict) -> tuple[np.ndarray, np.ndarray]:
 def exact_match(path: Path | str, num_questions: int) -> float:
     model = ModelConfig(path=str(path), images="frozen", dtype="float32")
     tokenizer = load_tokenizer(model)
-    _, held_out = sft_batches(DATA, tokenizer, batch_size=32, seed=0)
+    _, held_out = prepare_batches(DATA, tokenizer, batch_size=32, seed=0)
     return answer_held_out(load_model(model), tokenizer, held_out, num_questions).exact_match
 
 
@@ -68,7 +68,7 @@ def test_ids_and_logits_equal_transformers() -> None:
     is_image = (ids == theirs.config.image_token_id).int()
 
     model = ModelConfig(path="tiny-images", images="frozen", dtype="float32")
-    batch = next(iter(sft_batches(DATA, load_tokenizer(model), batch_size=1, seed=0)[1]))
+    batch = next(iter(prepare_batches(DATA, load_tokenizer(model), batch_size=1, seed=0)[1]))
     assert batch.input_ids[:, : ids.shape[1]].tolist() == ids.tolist()
     with torch.no_grad():
         ours = load_model(model)(**batch.inputs)[:, : ids.shape[1]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from lean_ft.data import preference_batches, unpaired_batches
+from lean_ft.data import prepare_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import PreferenceDataConfig, UnpairedDataConfig
 from lean_ft.tokenizers import load_tokenizer
@@ -39,7 +39,7 @@ def test_stats_of_pairs(leanft, run_on_pairs, tmp_path):
     answer = leanft.quiet("data", "stats", *run_on_pairs)
     assert "3 rows (preference, detected from their fields); 3 pairs" in answer.out
     data, tokenizer = PreferenceDataConfig(source=f"{tmp_path}/rows.jsonl"), load_tokenizer("tiny")
-    batches, _ = preference_batches(data, tokenizer, batch_size=1, seed=0, share_prompts=True)
+    batches, _ = prepare_batches(data, tokenizer, batch_size=1, seed=0, share_prompts=True)
     assert f"both completions of a pair repeat: {batches.layout.arrangement.shared.sum()} (" in answer.out
     cut = [line.split()[:2] for line in answer.out.splitlines() if re.match(r" +[\d,]+ +\d+ \(", line)]
     assert cut[2:4] == [["512", "1"], ["1,024", "0"]]  # the long completion, 1 of 6 sequences
@@ -241,7 +241,7 @@ def test_kto_counts_good_and_bad_answers(leanft, run, tmp_path, good: int, bad: 
     assert f"{good} desirable and {bad} undesirable" in answer.out
     missing = "undesirable" if not bad else "desirable"
     assert (f"WARNING: no answer is {missing}" in answer.out) == (not good or not bad)
-    batches, held_out = unpaired_batches(
+    batches, held_out = prepare_batches(
         UnpairedDataConfig(source=f"{tmp_path}/rows.jsonl", validation_source=f"{tmp_path}/rows.jsonl"),
         load_tokenizer("tiny"),
         batch_size=1,

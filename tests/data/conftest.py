@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,12 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from lean_ft.data.columns import Columns
-from lean_ft.data.documents import Parts
+from lean_ft.data.documents import Parts, Renderer, renderer_of
+from lean_ft.data.formats import RowReader
 from lean_ft.data.report import DataReport
-from lean_ft.settings import DataConfig, SFTDataConfig
+from lean_ft.data.rows import Digest, Row
+from lean_ft.data.sources import RowSources
+from lean_ft.settings import DataConfig, SFTDataConfig, Sources
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
 
 CHATML = """\
@@ -37,9 +40,25 @@ def build(folder: Path, **config: Any) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+def read_rows(source: Sources, digest: Digest | None = None, config: DataConfig | None = None) -> Iterator[Row]:
+    """The rows of `source`."""
+    return RowSources.of(config or SFTDataConfig(source=source), source).rows(digest)
+
+
+def first_rows(source: Sources, count: int, config: DataConfig | None = None) -> list[Row]:
+    """The first rows of each part of `source`."""
+    return RowSources.of(config or SFTDataConfig(source=source), source).first_rows(count)
+
+
+def rendering(reader: type[RowReader], config: DataConfig, rows: Sequence[Row], tokenizer: Tokenizer) -> Renderer:
+    """A renderer of `rows`, whose source need not exist."""
+    sources = RowSources.of(config)
+    return Renderer(sources, reader.of(sources, rows, tokenizer), tokenizer, tokenizer.image_rules, "sequences")
+
+
 def prepare(config: DataConfig, tokenizer: Tokenizer) -> tuple[Columns, DataReport]:
     """Render all documents of the source in memory, without the cache."""
-    parts = Parts(config, tokenizer, config.source)
+    parts = Parts(renderer_of(config, tokenizer))
     documents = [document for part in parts for document in part]
     return Columns.join(documents), parts.report
 

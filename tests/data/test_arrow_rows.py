@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lean_ft.data.arrow_rows import as_json, read_dataset, read_parquet_file
-from lean_ft.data.prepare import load_documents, prepare_batches
-from lean_ft.data.sources import read_rows
+from lean_ft.data.prepare import Preparation, prepare_batches
 from lean_ft.settings import SFTDataConfig
+from tests.data.conftest import read_rows
 
 datasets = pytest.importorskip("datasets", reason="needs the `datasets` extra")
 pyarrow = pytest.importorskip("pyarrow")
@@ -218,8 +218,8 @@ def test_without_the_package(monkeypatch):
 
 def test_another_split_or_dataset_is_prepared_anew(tmp_path: Path, plain_tokenizer):
     def key(name: str, split: str = "train") -> str | None:
-        source = str(tmp_path / name)
-        return load_documents(SFTDataConfig(source=source, split=split), plain_tokenizer, source, tmp_path).key
+        data = SFTDataConfig(source=str(tmp_path / name), split=split, cache_dir=tmp_path)
+        return Preparation(data, plain_tokenizer, batch_size=1, seed=0).documents(data.source).key
 
     first = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
     datasets.DatasetDict(train=first, test=first.select([1])).save_to_disk(tmp_path / "data")

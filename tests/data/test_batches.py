@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import Batch, Batches, largest_batch, preference_batches, sft_batches, unpaired_batches
+from lean_ft.data import Batch, Batches, largest_batch, prepare_batches
 from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
 
 Config = Callable[..., Any]
@@ -55,7 +55,7 @@ def epoch(batches: Batches) -> list[Batch]:
 
 @pytest.mark.parametrize("packing", ["none", "bfd", "bfd_split", "padding_free"])
 def test_every_document_comes_once_with_its_labels(config: Config, plain_tokenizer, packing: str):
-    batches, _ = sft_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=3)
+    batches, _ = prepare_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=3)
     seen, num_known = [], 0
     for batch in epoch(batches):
         for ids, labels, positions in documents_of(batch):
@@ -83,7 +83,7 @@ def test_every_document_comes_once_with_its_labels(config: Config, plain_tokeniz
 
 
 def test_packed_rows_have_one_shape_and_boundaries_that_cover_it(config: Config, plain_tokenizer):
-    batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
+    batches, _ = prepare_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
     assert len({len(batch.cu_seqlens) for batch in epoch(batches) if batch.cu_seqlens is not None}) == 1
     for batch in epoch(batches):
         assert batch.input_ids.shape == (BATCH_SIZE, 64)
@@ -98,21 +98,21 @@ def test_packed_rows_have_one_shape_and_boundaries_that_cover_it(config: Config,
 
 def test_a_short_last_batch_is_filled_with_empty_rows_when_packed(config: Config, plain_tokenizer):
     texts = [{"text": "a" * 63}] * 5
-    packed, _ = sft_batches(config(texts, packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
+    packed, _ = prepare_batches(config(texts, packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
     last = epoch(packed)[-1]
     assert last.input_ids.shape == (BATCH_SIZE, 64)
     assert last.cu_seqlens is not None
     assert last.cu_seqlens.tolist() == [0, 64, 128, 192, 256]
     assert last.num_targets == 63
     assert (last.labels[1:] == -100).all()
-    padded, _ = sft_batches(config(texts), plain_tokenizer, BATCH_SIZE, seed=0)
+    padded, _ = prepare_batches(config(texts), plain_tokenizer, BATCH_SIZE, seed=0)
     assert epoch(padded)[-1].input_ids.shape == (1, 64)
 
 
 @pytest.mark.parametrize(("length", "columns"), [(3, 8), (8, 8), (9, 16), (58, 60), (60, 60)])
 def test_padding_goes_to_a_multiple_of_8_but_not_beyond_max_length(config: Config, plain_tokenizer, length, columns):
     texts = [{"text": "a" * (length - 1)}, {"text": "b"}]
-    batches, _ = sft_batches(config(texts, max_length=60), plain_tokenizer, 2, seed=0)
+    batches, _ = prepare_batches(config(texts, max_length=60), plain_tokenizer, 2, seed=0)
     [batch] = batches.take(1)
     assert batch.input_ids.shape == (2, columns)
     assert batch.cu_seqlens is None
@@ -121,7 +121,7 @@ def test_padding_goes_to_a_multiple_of_8_but_not_beyond_max_length(config: Confi
 def test_the_token_that_ends_a_text_is_a_label_though_padding_has_its_id(config: Config, plain_tokenizer):
     assert plain_tokenizer.pad_id == plain_tokenizer.eos_id
     for packing in ("none", "bfd"):
-        batches, _ = sft_batches(config([{"text": "ab"}], packing=packing), plain_tokenizer, 1, seed=0)
+        batches, _ = prepare_batches(config([{"text": "ab"}], packing=packing), plain_tokenizer, 1, seed=0)
         [batch] = batches.take(1)
         a, b, end = plain_tokenizer.encode("ab<|end|>")
         assert batch.input_ids[0, :4].tolist() == [a, b, end, end]
@@ -130,7 +130,7 @@ def test_the_token_that_ends_a_text_is_a_label_though_padding_has_its_id(config:
 
 def test_padding_free_makes_a_batch_one_row_of_whole_documents(config: Config, plain_tokenizer):
     texts = [{"text": "a" * (20 * i + 7)} for i in range(7)]  # up to 127 bytes: max_length is 64
-    batches, _ = sft_batches(config(texts, packing="padding_free"), plain_tokenizer, 3, seed=0)
+    batches, _ = prepare_batches(config(texts, packing="padding_free"), plain_tokenizer, 3, seed=0)
     assert (batches.report.truncated, batches.report.lost_tokens) == (0, 0)
     lengths = []
     for batch in epoch(batches):
@@ -147,7 +147,7 @@ class TestTokenBudget:
     def test_batches_fill_the_budget_with_rows_of_one_length(self, config: Config, plain_tokenizer):
         generator = np.random.default_rng(0)
         texts = [{"text": "a" * int(n)} for n in generator.integers(1, 63, size=400)]
-        batches, held_out = sft_batches(
+        batches, held_out = prepare_batches(
             config(texts, batch_tokens=512, validation_fraction=0.25), plain_tokenizer, 1, seed=0
         )
         taken = epoch(batches)
@@ -161,7 +161,7 @@ class TestTokenBudget:
 
     def test_epochs_have_other_batches_but_as_many(self, config: Config, plain_tokenizer):
         texts = [{"text": f"{i:03}" + "a" * (i % 40)} for i in range(200)]
-        batches, _ = sft_batches(config(texts, batch_tokens=128), plain_tokenizer, 1, seed=0)
+        batches, _ = prepare_batches(config(texts, batch_tokens=128), plain_tokenizer, 1, seed=0)
         first, second = ([batch.input_ids.tolist() for batch in epoch(batches)] for _ in range(2))
         assert len(first) == len(second)
         assert [len(ids[0]) for ids in first] != sorted(len(ids[0]) for ids in first)
@@ -192,7 +192,7 @@ class TestTokenBudget:
 class TestOrder:
     def test_epochs_differ_and_repeat_by_seed(self, config: Config, plain_tokenizer):
         def orders(seed: int) -> list[list[int]]:
-            batches, _ = sft_batches(config(rows()), plain_tokenizer, BATCH_SIZE, seed=seed)
+            batches, _ = prepare_batches(config(rows()), plain_tokenizer, BATCH_SIZE, seed=seed)
             return [torch.cat([b.input_ids[:, :3].flatten() for b in epoch(batches)]).tolist() for _ in range(2)]
 
         first, second = orders(0)
@@ -201,7 +201,7 @@ class TestOrder:
         assert orders(1)[0] != first
 
     def test_take_stops_at_the_end_of_an_epoch(self, config: Config, plain_tokenizer):
-        batches, _ = sft_batches(config(rows(18)), plain_tokenizer, BATCH_SIZE, seed=0)
+        batches, _ = prepare_batches(config(rows(18)), plain_tokenizer, BATCH_SIZE, seed=0)
         assert batches.batches_per_epoch == 5
         sizes, epochs = [], []
         for _ in range(6):
@@ -215,7 +215,7 @@ class TestOrder:
     @pytest.mark.parametrize("packing", ["none", "padding_free", "bfd"])
     def test_without_shuffling_rows_come_in_order_in_every_epoch(self, config: Config, plain_tokenizer, packing: str):
         settings = config(rows(), shuffle=False, packing=packing)
-        batches, _ = sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=0)
+        batches, _ = prepare_batches(settings, plain_tokenizer, BATCH_SIZE, seed=0)
         found = []
         for _ in range(2):
             documents = [document[:2] for batch in epoch(batches) for document in documents_of(batch)]
@@ -245,7 +245,7 @@ class TestOrder:
         settings = config(rows(num_rows), **layout)
 
         def fresh() -> Batches:
-            batches = sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=5)[0]
+            batches = prepare_batches(settings, plain_tokenizer, BATCH_SIZE, seed=5)[0]
             assert 4 <= batches.batches_per_epoch <= 6  # num_taken covers the first epoch, its end, and later epochs
             return batches
 
@@ -263,7 +263,7 @@ class TestOrder:
 
     def test_a_place_in_other_data_is_refused(self, config: Config, plain_tokenizer):
         def batches(number: int = 20, batch_size: int = 4, seed: int = 0, **settings: Any) -> Batches:
-            return sft_batches(config(rows(number), **settings), plain_tokenizer, batch_size, seed=seed)[0]
+            return prepare_batches(config(rows(number), **settings), plain_tokenizer, batch_size, seed=seed)[0]
 
         begun = batches()
         begun.take(1)
@@ -286,7 +286,7 @@ class TestEvaluation:
     def test_a_fraction_is_held_out_whole(self, config: Config, plain_tokenizer):
         for packing in ("none", "bfd"):
             settings = config(rows(), packing=packing, validation_fraction=0.25)
-            batches, held_out = sft_batches(settings, plain_tokenizer, BATCH_SIZE, seed=1)
+            batches, held_out = prepare_batches(settings, plain_tokenizer, BATCH_SIZE, seed=1)
             assert held_out is not None
             assert (batches.report.kept, held_out.report.kept) == (28, 9)
 
@@ -298,14 +298,14 @@ class TestEvaluation:
                     if any(label != -100 for label in labels)
                 )
 
-            whole, _ = sft_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=1)
+            whole, _ = prepare_batches(config(rows(), packing=packing), plain_tokenizer, BATCH_SIZE, seed=1)
             assert sorted(targets(epoch(batches)) + targets(list(held_out))) == targets(epoch(whole))
             assert held_out.report.target_tokens == sum(batch.num_targets for batch in held_out)
 
     def test_a_file_of_its_own_in_fixed_order(self, config: Config, write, plain_tokenizer):
         path = write([{"text": f"row {i}"} for i in range(5)], "validation.jsonl")
         settings = config(rows(), validation_source=path)
-        _, held_out = sft_batches(settings, plain_tokenizer, 2, seed=0)
+        _, held_out = prepare_batches(settings, plain_tokenizer, 2, seed=0)
         assert held_out is not None
         assert len(held_out) == 3
         for _ in range(2):
@@ -314,14 +314,16 @@ class TestEvaluation:
 
     def test_a_fraction_that_leaves_nothing_is_refused(self, config: Config, plain_tokenizer):
         with pytest.raises(ValueError, match=r"validation_fraction=0.5 of 1 rows leaves no row to train on"):
-            sft_batches(config(rows(1), validation_fraction=0.5), plain_tokenizer, 2, seed=0)
+            prepare_batches(config(rows(1), validation_fraction=0.5), plain_tokenizer, 2, seed=0)
 
 
 @pytest.mark.parametrize("settings", [{}, {"packing": "padding_free"}, {"batch_tokens": 128}], ids=str)
 def test_the_largest_batch_comes_first_of_all(config: Config, plain_tokenizer, settings: dict[str, Any]):
     largest_is_first = []
     for seed in range(6):
-        batches, _ = sft_batches(config(rows(), **settings), plain_tokenizer, BATCH_SIZE if settings else 1, seed=seed)
+        batches, _ = prepare_batches(
+            config(rows(), **settings), plain_tokenizer, BATCH_SIZE if settings else 1, seed=seed
+        )
         sizes = [batch.num_tokens for batch in epoch(batches)]
         assert sizes[0] == max(sizes)
         later = [batch.num_tokens for batch in epoch(batches)]
@@ -342,9 +344,9 @@ def test_rows_that_are_all_full_make_the_largest_batch(kind: Any, settings: dict
         kind, sharing = PreferenceDataConfig, {"share_prompts": True}
     if kind is PreferenceDataConfig:
         texts = [{"prompt": "p", "chosen": "c" * 62, "rejected": "r" * 62}] * 9
-        prepare = preference_batches
+        prepare = prepare_batches
     else:
-        texts, prepare = [{"prompt": "p", "completion": "c" * 62}] * 9, sft_batches
+        texts, prepare = [{"prompt": "p", "completion": "c" * 62}] * 9, prepare_batches
     if kind is PreferenceDataConfig and settings.get("packing") in ("bfd_split", "wrapped"):
         return  # pairs are not cut
     config = kind(source=write(texts), max_length=64, **settings)
@@ -363,7 +365,7 @@ def test_rows_that_are_all_full_make_the_largest_batch(kind: Any, settings: dict
 def test_the_largest_pairs_share_the_prompt_that_their_completions_leave(packing: Any, write, plain_tokenizer):
     row = {"prompt": "p" * 41, "chosen": "c" * 22, "rejected": "r" * 22}  # with an end token, 64 tokens
     config = PreferenceDataConfig(source=write([row] * 9), max_length=64, max_completion_length=23, packing=packing)
-    batches, _ = preference_batches(config, plain_tokenizer, BATCH_SIZE, 0, share_prompts=True)
+    batches, _ = prepare_batches(config, plain_tokenizer, BATCH_SIZE, 0, share_prompts=True)
     largest, planned = batches.take(1)[0], largest_batch(config, BATCH_SIZE, share_prompts=True)
     assert planned.input_ids.shape == largest.input_ids.shape
     for name in ("positions", "cu_seqlens", "prefixes"):
@@ -391,10 +393,7 @@ def test_a_batch_tells_what_it_has_before_it_is_built(kind: str, settings: dict[
         names += ["num_pairs", "answer_tokens", "pairs", *(["is_desirable"] if kind == "unpaired" else [])]
     config_kind = {"texts": SFTDataConfig, "unpaired": UnpairedDataConfig}.get(kind, PreferenceDataConfig)
     config = config_kind(source=write(texts), max_length=16 if kind == "texts" else 32, **settings)
-    if kind in ("pairs", "sharing"):
-        batches, _ = preference_batches(config, plain_tokenizer, BATCH_SIZE, 0, kind == "sharing")
-    else:
-        batches, _ = (sft_batches if kind == "texts" else unpaired_batches)(config, plain_tokenizer, BATCH_SIZE, 0)
+    batches, _ = prepare_batches(config, plain_tokenizer, BATCH_SIZE, 0, kind == "sharing")
     for batch in epoch(batches):
         told = [getattr(batch, name) for name in names]
         assert "built" not in vars(batch)
@@ -404,7 +403,7 @@ def test_a_batch_tells_what_it_has_before_it_is_built(kind: str, settings: dict[
 
 
 def test_to_moves_every_tensor(config: Config, plain_tokenizer):
-    batches, _ = sft_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
+    batches, _ = prepare_batches(config(rows(), packing="bfd"), plain_tokenizer, BATCH_SIZE, seed=0)
     [batch] = batches.take(1)
     moved = batch.to("meta")
     tensors = (moved.input_ids, moved.labels, moved.positions, moved.cu_seqlens, moved.is_token)

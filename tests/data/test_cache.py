@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.data import prepare, sft_batches
+from lean_ft.data import prepare, prepare_batches
 from lean_ft.settings import SFTDataConfig
 from lean_ft.system import cache
 from lean_ft.system.cache import cache_folder, content_digest, limit_size, load_entry, read_entry, write_entry
@@ -162,9 +162,9 @@ class TestPrepared:
         read: list[str] = []
         original = prepare.Parts.__init__
 
-        def noted(self, config, tokenizer, source, *more) -> None:
-            read.append(str(source))
-            original(self, config, tokenizer, source, *more)
+        def noted(self, render, *more) -> None:
+            read.append(str(render.sources.source))
+            original(self, render, *more)
 
         monkeypatch.setattr(prepare.Parts, "__init__", noted)
         return read
@@ -174,9 +174,9 @@ class TestPrepared:
         self, packing: str, config: Callable[..., Any], tmp_path: Path, plain_tokenizer, reads: list[str]
     ):
         settings = config(ROWS, max_length=32, packing=packing, cache_dir=tmp_path / "c", validation_fraction=0.2)
-        first, first_held_out = sft_batches(settings, plain_tokenizer, 2, seed=0)
+        first, first_held_out = prepare_batches(settings, plain_tokenizer, 2, seed=0)
         packed_once = {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("packing-*/documents")}
-        second, second_held_out = sft_batches(settings, plain_tokenizer, 2, seed=0)
+        second, second_held_out = prepare_batches(settings, plain_tokenizer, 2, seed=0)
         assert len(reads) == 1
         assert len(packed_once) == (2 if packing not in ("none", "padding_free") else 0)
         assert packed_once == {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("packing-*/documents")}
@@ -198,7 +198,7 @@ class TestPrepared:
             """Prepare batches and return how many sources were read."""
             reads.clear()
             config = SFTDataConfig(**{"source": source, "max_length": 32, "cache_dir": tmp_path / "c", **settings})
-            sft_batches(config, tokenizer, batch_size, seed=0)
+            prepare_batches(config, tokenizer, batch_size, seed=0)
             return len(reads)
 
         path, moved = write(ROWS), write(ROWS, "moved.jsonl")
@@ -234,7 +234,7 @@ class TestPrepared:
 
     def test_a_bad_row_leaves_no_entry(self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer):
         with pytest.raises(ValueError, match="line 41"):
-            sft_batches(config([*ROWS, {"text": 1}], cache_dir=tmp_path / "c"), plain_tokenizer, 2, seed=0)
+            prepare_batches(config([*ROWS, {"text": 1}], cache_dir=tmp_path / "c"), plain_tokenizer, 2, seed=0)
         assert names(tmp_path / "c") == []
 
     def test_a_file_that_grows_while_it_is_read_is_refused(
@@ -250,11 +250,11 @@ class TestPrepared:
 
         monkeypatch.setattr(prepare.Parts, "__iter__", grows)
         with pytest.raises(ValueError, match="changed while it was read"):
-            sft_batches(settings, plain_tokenizer, 2, seed=0)
+            prepare_batches(settings, plain_tokenizer, 2, seed=0)
         assert names(tmp_path / "c") == []
 
     def test_nothing_in_it_is_pickled(self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer):
-        sft_batches(config(ROWS, packing="bfd_split", cache_dir=tmp_path / "c"), plain_tokenizer, 2, seed=0)
+        prepare_batches(config(ROWS, packing="bfd_split", cache_dir=tmp_path / "c"), plain_tokenizer, 2, seed=0)
         for entry in (tmp_path / "c").glob("*-*"):
             about = json.loads((entry / "about.json").read_bytes())
             assert names(entry) == sorted([*about["arrays"], "about.json"])
@@ -265,6 +265,6 @@ class TestPrepared:
     def test_a_folder_deleted_under_a_run_takes_nothing_from_it(
         self, config: Callable[..., Any], tmp_path: Path, plain_tokenizer
     ):
-        batches, _ = sft_batches(config(ROWS, packing="bfd", cache_dir=tmp_path / "c"), plain_tokenizer, 2, seed=0)
+        batches, _ = prepare_batches(config(ROWS, packing="bfd", cache_dir=tmp_path / "c"), plain_tokenizer, 2, seed=0)
         shutil.rmtree(tmp_path / "c")
         assert sum(batch.num_targets for batch in batches.take(100)) == batches.report.target_tokens

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lean_ft.data import Batch, preference_batches, sft_batches, unpaired_batches
+from lean_ft.data import Batch, prepare_batches
 from lean_ft.data.columns import Columns, Document, identity
 from lean_ft.data.sft import SFTReader
 from lean_ft.frozen.teacher_cache import keep_teacher
@@ -74,13 +74,12 @@ def texts_of(batch: Batch) -> Iterator[Tensor]:
 
 
 def prepared(kind: str, layout: dict[str, Any], write: Any, folder: Path) -> list[Any]:
-    kinds = {"sft": (SFTDataConfig, sft_batches), "unpaired": (UnpairedDataConfig, unpaired_batches)}
-    config_type, prepare = kinds.get(kind, (PreferenceDataConfig, preference_batches))
+    config_type = {"sft": SFTDataConfig, "unpaired": UnpairedDataConfig}.get(kind, PreferenceDataConfig)
     source = write(KINDS[kind])
     layout = {"max_length": 24, "validation_fraction": 0.2, "chat": False, "num_processes": 1} | layout
     config = config_type(source=source, cache_dir=folder, **layout)
     sharing = {"share_prompts": True} if kind == "shared" else {}
-    return list(prepare(config, load_tokenizer("tiny"), 3, 0, **sharing))
+    return list(prepare_batches(config, load_tokenizer("tiny"), 3, 0, **sharing))
 
 
 @pytest.mark.first(len(SHORT))
@@ -136,9 +135,9 @@ def test_a_row_without_its_column_is_a_bad_row(monkeypatch: Any, write: Any, tmp
     config = SFTDataConfig(source=write(ROWS), cache_dir=tmp_path, chat=False, num_processes=1, on_bad_row=on_bad_row)
     if on_bad_row == "raise":
         with pytest.raises(ValueError, match="row 4: no tone|line 4: no tone"):
-            sft_batches(config, load_tokenizer("tiny"), 3, 0)
+            prepare_batches(config, load_tokenizer("tiny"), 3, 0)
     else:
-        report = sft_batches(config, load_tokenizer("tiny"), 3, 0)[0].report
+        report = prepare_batches(config, load_tokenizer("tiny"), 3, 0)[0].report
         assert (report.kept, report.bad_rows) == (len(ROWS) - 1, 1)
 
 
@@ -164,7 +163,7 @@ def test_other_models_and_other_passes_get_the_column(tones: list[Tensor], write
 
     source = write(ROWS)
     data = SFTDataConfig(source=source, max_length=48, chat=False)
-    batches, _ = sft_batches(data, load_tokenizer("tiny"), 4, 0)
+    batches, _ = prepare_batches(data, load_tokenizer("tiny"), 4, 0)
     tones.clear()
     mean_loss(load_model("tiny"), batches.take(2))
     assert len(tones) == 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lean_ft.data.documents import ROWS_AT_A_TIME
-from lean_ft.data.prepare import load_documents
+from lean_ft.data.prepare import Preparation
 from lean_ft.settings import SFTDataConfig
 from tests.data.conftest import prepare
 
@@ -56,13 +56,12 @@ def test_each_source_may_have_its_own_format_and_columns(
 
 
 def test_another_format_of_a_source_makes_other_documents(config: Config, plain_tokenizer, write, tmp_path):
-    (tmp_path / "cache").mkdir()
     path = write([{"question": "q", "answer": "a"}], "both.jsonl")
-    settings = config([], source=path)
+    settings = config([], source=path, cache_dir=tmp_path / "cache")
 
     def tokens(**own: Any) -> int:
         one = settings.model_copy(update={"source": SFTDataConfig(source=[{"path": path, **own}]).source})
-        return load_documents(one, plain_tokenizer, one.source, tmp_path / "cache").report.tokens
+        return Preparation(one, plain_tokenizer, batch_size=1, seed=0).documents(one.source).report.tokens
 
     assert tokens(columns={"text": "question"}, format="text") == 2
     both = {"columns": {"prompt": "question", "completion": "answer"}}

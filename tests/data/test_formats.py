@@ -8,6 +8,7 @@ from lean_ft.data.formats import Fields, formats_of
 from lean_ft.data.pairs import PairReader
 from lean_ft.data.rows import Row
 from lean_ft.data.sft import SFTReader, read_token_row
+from lean_ft.data.sources import RowSources
 from lean_ft.data.unpaired import UnpairedReader
 from lean_ft.settings import PreferenceDataConfig, RewardDataConfig, SFTDataConfig, UnpairedDataConfig
 from lean_ft.tokenizers import Passage
@@ -18,7 +19,9 @@ CHAT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
 
 def read(fields: dict[str, Any], tokenizer: Any, **settings: Any) -> Passage:
     row = Row(fields, "rows.jsonl, line 7")
-    return SFTReader.of(SFTDataConfig(source="rows.jsonl", **settings), [row], tokenizer).passages(row)[0]
+    return SFTReader.of(RowSources.of(SFTDataConfig(source="rows.jsonl", **settings)), [row], tokenizer).passages(row)[
+        0
+    ]
 
 
 def trained(passage: Passage) -> list[str]:
@@ -83,11 +86,11 @@ def test_texts_without_template(plain_tokenizer):
 def test_a_separator_stands_between_prompt_and_completion(fields, plain_tokenizer, chat_tokenizer):
     settings, reader = (PreferenceDataConfig, PairReader) if "chosen" in fields else (SFTDataConfig, SFTReader)
     config, row = settings(source="rows.jsonl", separator="\nA: "), Row(fields, "rows.jsonl, line 7")
-    passage = reader.of(config, [row], plain_tokenizer).passages(row)[0]
+    passage = reader.of(RowSources.of(config), [row], plain_tokenizer).passages(row)[0]
     assert isinstance(passage, Passage)
     assert (passage.text, trained(passage)) == ("q\nA: a", ["a"])
     with pytest.raises(ValueError, match="but this model has one. Leave it out, or set data.chat=false"):
-        reader.of(config, [row], chat_tokenizer)
+        reader.of(RowSources.of(config), [row], chat_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_without_chat_strings_become_what_a_model_without_a_template_reads(
     row = Row(fields, "rows.jsonl, line 7")
 
     def sequences(tokenizer: Any, **chat: Any) -> list[tuple[list[int], list[bool]]]:
-        passages = reader.of(settings(source="rows.jsonl", **chat), [row], tokenizer).passages(row)
+        passages = reader.of(RowSources.of(settings(source="rows.jsonl", **chat)), [row], tokenizer).passages(row)
         return [(ids.tolist(), mask.tolist()) for ids, mask in tokenizer.tokenize(passages)]
 
     between = "\n\n" if separator is None and "output" in fields else separator or ""
@@ -143,7 +146,9 @@ BEHIND = "<|im_start|>system\ns<|im_end|>\n" + CHAT
 def test_a_system_message_stands_in_front_of_chats_without_one(fields, text, chat_tokenizer):
     settings, reader = (PreferenceDataConfig, PairReader) if "chosen" in fields else (SFTDataConfig, SFTReader)
     row = Row(fields, "rows.jsonl, line 7")
-    passage = reader.of(settings(source="rows.jsonl", system="s"), [row], chat_tokenizer).passages(row)[0]
+    passage = reader.of(RowSources.of(settings(source="rows.jsonl", system="s")), [row], chat_tokenizer).passages(row)[
+        0
+    ]
     assert isinstance(passage, Passage)
     assert (passage.text, trained(passage)) == (text, ["a<|im_end|>"])
 
@@ -230,7 +235,7 @@ def test_tool_calls_may_stand_without_content(tmp_path: Any):
 
 def detect(*fields: dict[str, Any], **settings: Any) -> str:
     rows = [Row(one, f"a.jsonl, line {i}") for i, one in enumerate(fields, start=1)]
-    return formats_of(SFTDataConfig(source="a.jsonl", **settings), rows)[0].name
+    return formats_of(RowSources.of(SFTDataConfig(source="a.jsonl", **settings)), rows)[0].name
 
 
 @pytest.mark.parametrize(
@@ -273,11 +278,11 @@ def test_what_cannot_be_told(fields, settings, message):
 
 
 def test_rows_that_could_not_be_read_tell_nothing():
-    config = SFTDataConfig(source="a.jsonl", on_bad_row="skip")
+    sources = RowSources.of(SFTDataConfig(source="a.jsonl", on_bad_row="skip"))
     bad, good = Row({}, "a.jsonl, line 1", problem="malformed JSON"), Row({"text": "x"}, "a.jsonl, line 2")
-    assert formats_of(config, [bad, good])[0].name == "text"
+    assert formats_of(sources, [bad, good])[0].name == "text"
     with pytest.raises(ValueError, match=r"line 1: malformed JSON\. None of the first rows"):
-        formats_of(config, [bad])
+        formats_of(sources, [bad])
 
 
 def read_tokens(vocab_size: int = 10, **fields: Any) -> tuple[list[int], list[bool]]:
@@ -340,11 +345,15 @@ OTHER = {"messages": MESSAGES}
 def test_a_row_of_several_formats_is_read_as_the_recipe_needs(settings, reader, own, chat_tokenizer):
     for fields in (ULTRA, dict(reversed(ULTRA.items()))):
         row = Row(fields, "rows.jsonl, line 7")
-        found = reader.of(settings(source="rows.jsonl"), [row], chat_tokenizer)
+        found = reader.of(RowSources.of(settings(source="rows.jsonl")), [row], chat_tokenizer)
         assert found.format == own
         assert found.passages(row)[0].text == CHAT
     if own == "preference":  # the error names a format that the row has
         with pytest.raises(ValueError, match="line 7: the rows are messages, and this recipe trains on "):
-            reader.of(settings(source="rows.jsonl"), [Row(OTHER, "rows.jsonl, line 7")], chat_tokenizer)
+            reader.of(RowSources.of(settings(source="rows.jsonl")), [Row(OTHER, "rows.jsonl, line 7")], chat_tokenizer)
         with pytest.raises(ValueError, match=r"line 7: the rows are text, and this recipe trains on "):
-            reader.of(settings(source="rows.jsonl", format="text"), [Row(ULTRA, "rows.jsonl, line 7")], chat_tokenizer)
+            reader.of(
+                RowSources.of(settings(source="rows.jsonl", format="text")),
+                [Row(ULTRA, "rows.jsonl, line 7")],
+                chat_tokenizer,
+            )

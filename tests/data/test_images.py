@@ -23,7 +23,7 @@ from transformers import Qwen3VLModel
 from typer.testing import CliRunner
 
 from lean_ft.cli.main import app
-from lean_ft.data import Batch, Batches, largest_batch, preference_batches, prompt_rows, sft_batches, unpaired_batches
+from lean_ft.data import Batch, Batches, largest_batch, prepare_batches, prompt_rows
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.images import ImageKind, has_images
 from lean_ft.data.report import DataReport
@@ -332,7 +332,7 @@ def test_missing_images_count_towards_the_most_bad_rows(qwen: Family) -> None:
 
     def report(**settings: Any) -> DataReport:
         config = SFTDataConfig.model_validate({"source": source, "cache_dir": qwen.pictures / "cache bad", **settings})
-        return sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)[0].report
+        return prepare_batches(config, qwen.tokenizer, batch_size=1, seed=0)[0].report
 
     with pytest.raises(ValueError, match=r"rows.jsonl, line 1: cannot read the image .*gone.png.*: No such file"):
         report()
@@ -361,7 +361,7 @@ def test_a_run_that_reads_images_and_finds_none_names_where_they_may_be(qwen: Fa
 
     def batches(*rows: Any, **settings: Any) -> Any:
         config = SFTDataConfig.model_validate({"source": qwen.write(*rows), "num_processes": 1, **settings})
-        return sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)[0].report
+        return prepare_batches(config, qwen.tokenizer, batch_size=1, seed=0)[0].report
 
     with pytest.raises(
         ValueError,
@@ -609,12 +609,7 @@ def test_batches_show_each_document_the_images_of_its_row(family: Family, number
             rows = [{"prompt": [row["messages"][0]], "chosen": "yes", "rejected": "no"} for row in rows]
         source, sides = family.write(*rows), 2 if kind is not SFTDataConfig else 1
         config = kind(source=source, packing=packing, max_length=2000, cache_dir=family.pictures / "cache")
-        make: Any = {
-            SFTDataConfig: sft_batches,
-            PreferenceDataConfig: preference_batches,
-            UnpairedDataConfig: unpaired_batches,
-        }[kind]
-        batches, _ = make(
+        batches, _ = prepare_batches(
             config,
             family.tokenizer,
             batch_size=draw(st.integers(1, 3)),
@@ -660,7 +655,7 @@ def test_the_first_two_batches_have_the_most_tokens_and_the_most_patches(qwen: F
         source=qwen.write(*many_rows(40)), packing=packing, max_length=600, cache_dir=qwen.pictures / "cache"
     )
     for seed in range(3):
-        batches, _ = sft_batches(config, qwen.tokenizer, batch_size=4, seed=seed)
+        batches, _ = prepare_batches(config, qwen.tokenizer, batch_size=4, seed=seed)
         columns, every = batches.layout.columns, [*batches.first(batches.batches_per_epoch)]
         grids = [
             [columns[int(i)].per_document["image_grids"].reshape(-1, 2) for i in batch.documents] for batch in every
@@ -676,7 +671,7 @@ def test_batches_built_ahead_are_those_built_when_needed(qwen: Family, ranks: in
     config = SFTDataConfig(source=qwen.write(*many_rows(23)), cache_dir=qwen.pictures / "cache")
 
     def fresh() -> Batches:
-        return sft_batches(config, qwen.tokenizer, batch_size=2, seed=0)[0]
+        return prepare_batches(config, qwen.tokenizer, batch_size=2, seed=0)[0]
 
     plain = [shown(qwen, batch) for batch in fresh().first(24)]
     for rank in range(ranks):
@@ -723,7 +718,7 @@ def test_processes_make_the_same_documents(family: Family, monkeypatch: pytest.M
             source=family.write(*rows), num_processes=2, cache_dir=family.pictures / f"cache {few}", image_tokens=20,
             on_bad_row="skip",
         )  # fmt: skip
-        batches, _ = sft_batches(config, family.tokenizer, batch_size=3, seed=0)
+        batches, _ = prepare_batches(config, family.tokenizer, batch_size=3, seed=0)
         found.append((batches.layout.columns.content(), str(batches.report), batches.fingerprint))
     assert found[0] == found[1]
     assert "3 unreadable rows skipped (first: " in found[0][1]
@@ -745,7 +740,7 @@ def test_files_that_change_are_read_anew_or_are_an_error(qwen: Family, tmp_path:
         (tmp_path / folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = str(tmp_path / folder / "rows.jsonl")
         config = SFTDataConfig(source=source, cache_dir=tmp_path / "cache", on_bad_row="skip")
-        return sft_batches(config, qwen.tokenizer, batch_size=2, seed=0)[0]
+        return prepare_batches(config, qwen.tokenizer, batch_size=2, seed=0)[0]
 
     def patches(of: Batches) -> int:
         return len(of.take(1)[0].inputs["images"].patches)
@@ -778,7 +773,7 @@ def test_an_image_that_is_broken_behind_its_header_makes_a_bad_row(qwen: Family,
     rows = [json.dumps(row_of([f"{name}.img"], "q")) for name in ("cut", "whole")]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     config = SFTDataConfig(source=str(tmp_path / "rows.jsonl"), cache_dir=tmp_path / "cache", on_bad_row="skip")
-    batches, _ = sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)
+    batches, _ = prepare_batches(config, qwen.tokenizer, batch_size=1, seed=0)
     assert batches.report.bad_images == 1
     assert "cut.img is broken or incomplete" in batches.report.bad_row_examples[0]
     [batch] = batches.take(2)
@@ -798,7 +793,7 @@ def test_images_in_parquet_files_and_datasets(qwen: Family, tmp_path: Path) -> N
     dataset.to_parquet(str(tmp_path / "rows.parquet"))
     for source in ("saved", "rows.parquet"):
         config = SFTDataConfig(source=str(tmp_path / source), cache_dir=tmp_path / "cache")
-        batches, _ = sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)
+        batches, _ = prepare_batches(config, qwen.tokenizer, batch_size=1, seed=0)
         [tokens] = shown(qwen, batches.take(1)[0])
         [document], _ = qwen.documents(
             {"messages": [asked(image(path="wide.png"), text("q")), {"role": "assistant", "content": "a"}]}
@@ -819,7 +814,7 @@ def test_images_in_rows_from_python(qwen: Family, tmp_path: Path, monkeypatch: p
     before = dataset.features.copy()
     for rows in ([row_of(["wide.png"], "q")], [{"messages": row["messages"][0], "image": picture}], dataset):
         config = SFTDataConfig(source=str(_write_rows(rows, "data.source")))
-        batches, _ = sft_batches(config, qwen.tokenizer, batch_size=1, seed=0)
+        batches, _ = prepare_batches(config, qwen.tokenizer, batch_size=1, seed=0)
         [document], _ = qwen.documents(row_of(["wide.png"], "q"))
         assert shown(qwen, batches.take(1)[0]) == [expected(qwen, document, ["wide.png"])]
     assert dataset.features == before

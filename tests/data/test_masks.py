@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from lean_ft.data.documents import Renderer
 from lean_ft.data.rows import Row
 from lean_ft.data.sft import SFTReader
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from tests.data.conftest import rendering
 from tests.tokenizers.conftest import byte_level_tokenizer
 
 CALLS_TOOLS = """\
@@ -64,7 +64,7 @@ def ours(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 
 def render(tokenizer: Tokenizer, fields: dict[str, Any], **settings: Any) -> tuple[list[int], list[bool]]:
     config, row = SFTDataConfig(source="rows.jsonl", max_length=4096, **settings), Row(fields, "here")
-    (document,), _ = Renderer(config, SFTReader.of(config, [row], tokenizer), tokenizer)([row])
+    (document,), _ = rendering(SFTReader, config, [row], tokenizer)([row])
     return document.ids.tolist(), document.trained.tolist()
 
 
@@ -126,7 +126,7 @@ def test_messages_with_train_false(spelling: str, left_out: set[int], ours):
 def test_marks_that_leave_nothing_or_are_not_the_assistants(ours):
     messages = [*TURNS[:6], {**TURNS[6], "weight": 0}]
     config, row = SFTDataConfig(source="x", train_on="last"), Row({"messages": messages}, "here")
-    _, report = Renderer(config, SFTReader.of(config, [row], ours["plain"]), ours["plain"])([row])
+    _, report = rendering(SFTReader, config, [row], ours["plain"])([row])
     assert report.dropped == {"nothing to train on": 1}
     with pytest.raises(ValueError, match="message 1 has the role user, but `train` or `weight` excludes it"):
         render(ours["plain"], {"messages": [{**TURNS[1], "train": False}, TURNS[4]]}, train_on="all")
@@ -149,7 +149,7 @@ def test_answers_that_the_template_ends_otherwise_are_counted(tmp_path: Path):
     chats = TURNS[5:], [TURNS[1], *TURNS[4:]], [TURNS[0], *TURNS[5:]]
     rows = [Row({"messages": messages}, "here") for messages in chats]
     config = SFTDataConfig(source="rows.jsonl", max_length=4096)
-    documents, report = Renderer(config, SFTReader.of(config, rows, tokenizer), tokenizer)(rows)
+    documents, report = rendering(SFTReader, config, rows, tokenizer)(rows)
     answers = [tokenizer.decode(one.ids[one.trained].tolist()) for one in documents]
     assert answers == ["Fourteen.<|endoftext|>", "Seven 🦙.Fourteen.<|endoftext|>", "Fourteen.<|endoftext|>"]
     assert "; 1 earlier answer trained without an end token" in str(report)

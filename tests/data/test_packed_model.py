@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from lean_ft.data import Batch, sft_batches
+from lean_ft.data import Batch, prepare_batches
 from lean_ft.models import load_model
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import load_tokenizer
@@ -32,7 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def batches_of(source: str, packing: str, **settings: Any):
     config = SFTDataConfig(source=source, max_length=48, packing=packing, **settings)  # pyright: ignore
-    return sft_batches(config, load_tokenizer("tiny"), batch_size=3, seed=0)
+    return prepare_batches(config, load_tokenizer("tiny"), batch_size=3, seed=0)
 
 
 def spans(batch: Batch) -> Iterator[slice]:

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_ft.data import preference_batches
+from lean_ft.data import prepare_batches
 from lean_ft.data.columns import Document
-from lean_ft.data.documents import Renderer
 from lean_ft.data.pairs import PairReader, fit_answers, num_prompt_tokens
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
 from lean_ft.settings import PreferenceDataConfig
+from tests.data.conftest import rendering
 from tests.data.pair_texts import Text, texts_of
 
 
@@ -34,7 +34,7 @@ def assistant(content: str) -> dict[str, str]:
 def render(tokenizer, *fields: dict[str, Any], **settings: Any) -> tuple[list[Pair], DataReport]:
     rows = [Row(one, f"rows.jsonl, line {i}") for i, one in enumerate(fields, start=1)]
     config = PreferenceDataConfig(source="rows.jsonl", **settings)
-    documents, report = Renderer(config, PairReader.of(config, rows, tokenizer), tokenizer)(rows)
+    documents, report = rendering(PairReader, config, rows, tokenizer)(rows)
     pairs = []
     for sides in zip(documents[::2], documents[1::2], strict=True):
         length = num_prompt_tokens(sides)
@@ -216,7 +216,7 @@ def test_batches_hold_chosen_and_rejected_in_turn(layout: dict[str, Any], write,
     shared, positions = [_same_ids(*both) for both in everything], list[int]()
     assert {0, 1, 4} <= set(shared)
     for share_prompts in (False, True):
-        batches, held_out = preference_batches(config, plain_tokenizer, 3, 0, share_prompts)
+        batches, held_out = prepare_batches(config, plain_tokenizer, 3, 0, share_prompts)
         assert held_out is not None
         assert (batches.report.kept, held_out.report.kept) == (33, 11)
         trained, validated = batches.take(batches.batches_per_epoch), list(held_out)
@@ -247,7 +247,7 @@ def _same_ids(chosen: Text, rejected: Text) -> int:
 def test_a_recipe_that_shares_no_prompt_refuses_to_be_told_so(plain_tokenizer):
     config = PreferenceDataConfig(source="unread", shared_prompt=True)
     with pytest.raises(ValueError, match="this recipe computes the prompt once per completion"):
-        preference_batches(config, plain_tokenizer, batch_size=2, seed=0)
+        prepare_batches(config, plain_tokenizer, batch_size=2, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.data.prepare import weigh
 from lean_ft.settings import SFTDataConfig
 from lean_ft.tokenizers import load_tokenizer
@@ -44,18 +44,18 @@ def first_characters(batches, tokenizer) -> Counter[str]:
 
 def test_an_epoch_shows_each_source_as_often_as_it_should(write: Callable[..., str], plain_tokenizer):
     config = SFTDataConfig(source=sources(write, (2, 0.5)))  # pyright: ignore
-    batches, _ = sft_batches(config, plain_tokenizer, batch_size=4, seed=0)
+    batches, _ = prepare_batches(config, plain_tokenizer, batch_size=4, seed=0)
     assert first_characters(batches, plain_tokenizer) == {"a": 40, "b": 10}
     assert (batches.report.rows, batches.report.kept) == (40, 50)
     plain = SFTDataConfig(source=[source["path"] for source in sources(write, (1, 1))])  # pyright: ignore
-    assert sft_batches(plain, plain_tokenizer, 4, seed=0)[0].fingerprint != batches.fingerprint
+    assert prepare_batches(plain, plain_tokenizer, 4, seed=0)[0].fingerprint != batches.fingerprint
     # The seed draws the half, so another seed gives other data.
-    assert sft_batches(config, plain_tokenizer, 4, seed=1)[0].fingerprint != batches.fingerprint
+    assert prepare_batches(config, plain_tokenizer, 4, seed=1)[0].fingerprint != batches.fingerprint
 
 
 def test_held_out_rows_are_neither_repeated_nor_trained_on(write: Callable[..., str], plain_tokenizer):
     config = SFTDataConfig(source=sources(write, (3, 1)), validation_fraction=0.25)  # pyright: ignore
-    batches, held_out = sft_batches(config, plain_tokenizer, batch_size=1, seed=0)
+    batches, held_out = prepare_batches(config, plain_tokenizer, batch_size=1, seed=0)
     assert held_out is not None
 
     def rows(some) -> list[str]:
@@ -72,7 +72,7 @@ def test_held_out_rows_are_neither_repeated_nor_trained_on(write: Callable[..., 
 def test_weights_that_are_refused(write: Callable[..., str], plain_tokenizer):
     config = SFTDataConfig(source=sources(write, (0.01, 0.01)))  # pyright: ignore
     with pytest.raises(ValueError, match="leave no row to train on"):
-        sft_batches(config, plain_tokenizer, batch_size=4, seed=0)
+        prepare_batches(config, plain_tokenizer, batch_size=4, seed=0)
     with pytest.raises(ValidationError, match="held-out rows have no weight"):
         SFTDataConfig(source="a.jsonl", validation_source=[{"path": "b.jsonl", "weight": 2.0}])  # pyright: ignore
 
@@ -99,7 +99,7 @@ def short_tokenizer(tmp_path):
 def test_texts_beyond_the_models_context_are_counted(write, short_tokenizer, settings, number):
     source = write([{"text": "a" * (length - 1)} for length in (16, 17, 41)])
     config = SFTDataConfig(source=source, **{"max_length": 64, **settings})
-    report = sft_batches(config, short_tokenizer, batch_size=1, seed=0)[0].report
+    report = prepare_batches(config, short_tokenizer, batch_size=1, seed=0)[0].report
     assert report.beyond_context == number
     said = f"WARNING: {number} longer than the model's context of 16 tokens"
     assert (said in str(report)) == bool(number) == ("context" in str(report))
@@ -108,7 +108,7 @@ def test_texts_beyond_the_models_context_are_counted(write, short_tokenizer, set
 def test_texts_beyond_the_models_context_are_refused_where_none_may_be_lost(write, short_tokenizer):
     config = SFTDataConfig(source=write([{"text": "a" * 40}, {"text": "a"}]), overflow="raise")
     with pytest.raises(ValueError, match="1 sequence is longer than the model's context of 16 tokens.*longest 41"):
-        sft_batches(config, short_tokenizer, batch_size=1, seed=0)
+        prepare_batches(config, short_tokenizer, batch_size=1, seed=0)
 
 
 def test_another_chat_template_is_other_data_and_must_be_the_tokenizers(write, chat_tokenizer, tmp_path):
@@ -116,16 +116,16 @@ def test_another_chat_template_is_other_data_and_must_be_the_tokenizers(write, c
     (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}")
     config = SFTDataConfig(source=write(rows), chat_template=tmp_path / "t.jinja")
     with pytest.raises(ValueError, match="loads its tokenizer without it"):
-        sft_batches(config, chat_tokenizer, batch_size=1, seed=0)
+        prepare_batches(config, chat_tokenizer, batch_size=1, seed=0)
     tokenizer = load_tokenizer(chat_tokenizer.folder, config.chat_template)
-    batches, _ = sft_batches(config, tokenizer, batch_size=1, seed=0)
+    batches, _ = prepare_batches(config, tokenizer, batch_size=1, seed=0)
     ids = batches.take(1)[0].input_ids[0].tolist()
     assert tokenizer.decode(ids).startswith("<user>q<|im_end|><assistant>a<|im_end|>")
-    plain = sft_batches(SFTDataConfig(source=config.source), chat_tokenizer, batch_size=1, seed=0)[0]
+    plain = prepare_batches(SFTDataConfig(source=config.source), chat_tokenizer, batch_size=1, seed=0)[0]
     (tmp_path / "moved.jinja").write_bytes((tmp_path / "t.jinja").read_bytes())
     moved = SFTDataConfig(source=config.source, chat_template=tmp_path / "moved.jinja")
     again = load_tokenizer(chat_tokenizer.folder, moved.chat_template)
-    assert sft_batches(moved, again, 1, seed=0)[0].fingerprint == batches.fingerprint != plain.fingerprint
+    assert prepare_batches(moved, again, 1, seed=0)[0].fingerprint == batches.fingerprint != plain.fingerprint
     # Worker processes use it as well.
     assert (
         pickle.loads(pickle.dumps(tokenizer)).chat_template == tokenizer.chat_template != chat_tokenizer.chat_template

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.data.preview import Preview, preview, visible
 
 Config = Callable[..., Any]
@@ -20,7 +20,7 @@ def shown(found: Preview) -> list[str]:
 def test_rows_are_those_of_the_batches(packing: str, config: Config, plain_tokenizer):
     settings = config(TEXTS, packing=packing, max_length=32)
     found = preview(settings, plain_tokenizer, num_rows=100, batch_size=3)
-    batches, _ = sft_batches(settings, plain_tokenizer, batch_size=3 if packing == "padding_free" else 1, seed=0)
+    batches, _ = prepare_batches(settings, plain_tokenizer, batch_size=3 if packing == "padding_free" else 1, seed=0)
     epoch = batches.take(batches.batches_per_epoch)
     assert len(found.rows) == len(epoch)
     num_trained = [sum(document.num_trained for document in row.documents) for row in found.rows]

@@ -11,12 +11,11 @@ import pytest
 
 from lean_ft.data import documents
 from lean_ft.data.documents import renderer_of
-from lean_ft.data.prepare import source_content
-from lean_ft.data.sources import first_rows, read_rows, source_files
+from lean_ft.data.sources import RowSources, source_files
 from lean_ft.settings import DataSource, PreferenceDataConfig, SFTDataConfig
 from lean_ft.system import log
 from lean_ft.tokenizers import Tokenizer
-from tests.data.conftest import prepare
+from tests.data.conftest import first_rows, prepare, read_rows
 
 Write = Callable[..., str]
 ROWS = [{"text": "first"}, {"text": "zweite ü"}, {"text": "third\u2028still third"}]
@@ -134,7 +133,7 @@ class TestAFunctionOfOnesOwn:
             found, report = prepare(SFTDataConfig(**settings(name, num_processes=num_processes)), chat_tokenizer)
             assert found.content() == expected.content()
             assert report.rows == len(made)
-        render = renderer_of(config := PreferenceDataConfig(**settings("preference")), chat_tokenizer, config.source)
+        render = renderer_of(PreferenceDataConfig(**settings("preference")), chat_tokenizer)
         assert render.reader.format == "preference"
 
     @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ class TestAFunctionOfOnesOwn:
             config = SFTDataConfig(**settings("pairs"))
             read_rows_into = hashlib.blake2b()
             list(read_rows(config.source, read_rows_into, config))
-            return source_content(config, config.source, tmp_path), read_rows_into.hexdigest()
+            return RowSources.of(config).content(tmp_path), read_rows_into.hexdigest()
 
         before = content()
         assert content() == before

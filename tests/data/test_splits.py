@@ -6,11 +6,11 @@ import pytest
 from datasets.arrow_reader import ReadInstruction
 from pydantic import ValidationError
 
-from lean_ft.data import sft_batches
-from lean_ft.data.prepare import source_content
-from lean_ft.data.sources import first_rows, read_rows
+from lean_ft.data import prepare_batches
+from lean_ft.data.sources import RowSources
 from lean_ft.data.splits import rows_of_split
 from lean_ft.settings import DataSource, PromptDataConfig, RowsConfig, SFTDataConfig
+from tests.data.conftest import first_rows, read_rows
 
 Write = Callable[..., str]
 SLICES = [
@@ -58,7 +58,7 @@ def test_what_is_held_out_is_not_trained_on(write: Write, plain_tokenizer) -> No
     path = write([{"text": f"{i:03}"} for i in range(40)])
     held_out = [DataSource(path=path, split="train[90%:]")]
     config = SFTDataConfig(source=path, split="train[:90%]", validation_source=held_out)
-    batches, evaluation = sft_batches(config, plain_tokenizer, batch_size=1, seed=0)
+    batches, evaluation = prepare_batches(config, plain_tokenizer, batch_size=1, seed=0)
     assert evaluation is not None
     trained, held = (
         {int(plain_tokenizer.decode(batch.input_ids[0])[:3]) for batch in some}
@@ -70,11 +70,11 @@ def test_what_is_held_out_is_not_trained_on(write: Write, plain_tokenizer) -> No
 def test_the_slice_is_part_of_the_fingerprint(write: Write, tmp_path) -> None:
     path = write([{"text": f"row {i}"} for i in range(10)])
     of = {
-        split: source_content(SFTDataConfig(source=path), [DataSource(path=path, split=split)], tmp_path)
+        split: RowSources.of(SFTDataConfig(source=[DataSource(path=path, split=split)])).content(tmp_path)
         for split in ("train", "train[:5]", "train[5:]")
     }
     assert len(set(of.values())) == 3
-    assert of["train"] == source_content(SFTDataConfig(source=path), path, tmp_path)
+    assert of["train"] == RowSources.of(SFTDataConfig(source=path)).content(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_slice_is_part_of_the_fingerprint(write: Write, tmp_path) -> None:
 )
 def test_settings_of_datasets_are_refused_for_files(write: Write, settings: dict, message: str) -> None:
     path = write([{"text": "a"}])
-    config = PromptDataConfig(source=path, **settings)
+    config = PromptDataConfig(source=path, **settings).rows([])
     for read in (lambda: list(read_rows(path, None, config)), lambda: first_rows(path, 1, config)):
         with pytest.raises(ValueError, match=message):
             read()

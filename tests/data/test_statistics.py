@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lean_ft.data import preference_batches, sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.data.statistics import at_length, gather_statistics, histogram, quantiles
 from lean_ft.settings import PreferenceDataConfig
 
@@ -31,12 +31,12 @@ def test_nothing_is_cut_before_it_is_counted(config: Config, plain_tokenizer):
 def test_it_says_what_a_run_then_shows(max_length: int, config: Config, plain_tokenizer):
     settings = config(ROWS, max_length=max_length)
     said = at_length(np.array(lengths_of(ROWS)), max_length, batch_size=4, seed=3)
-    batches, _ = sft_batches(settings, plain_tokenizer, batch_size=4, seed=3)
+    batches, _ = prepare_batches(settings, plain_tokenizer, batch_size=4, seed=3)
     epoch = batches.take(batches.batches_per_epoch)
     num_tokens = sum(min(length, max_length) for length in lengths_of(ROWS))
     assert said.padding == pytest.approx(1 - num_tokens / sum(batch.num_tokens for batch in epoch))
     assert (said.rows_cut, said.lost_tokens) == (batches.report.truncated, batches.report.lost_tokens)
-    packed, _ = sft_batches(settings.model_copy(update={"packing": "bfd"}), plain_tokenizer, batch_size=4, seed=3)
+    packed, _ = prepare_batches(settings.model_copy(update={"packing": "bfd"}), plain_tokenizer, batch_size=4, seed=3)
     assert said.packed_rows == packed.report.packed_rows
     assert said.packing_efficiency == pytest.approx(packed.report.packing_efficiency)
 
@@ -48,12 +48,12 @@ def test_it_says_what_a_run_on_pairs_then_shows(write, plain_tokenizer):
     sides = [[len(row["prompt"] + row[side]) + 1 for side in ("chosen", "rejected")] for row in rows]
     assert found.lengths.tolist() == [length for two in sides for length in two]
     said = at_length(found.lengths, 64, batch_size=4, seed=3, sides=2)
-    batches, _ = preference_batches(settings, plain_tokenizer, batch_size=4, seed=3)
+    batches, _ = prepare_batches(settings, plain_tokenizer, batch_size=4, seed=3)
     epoch = batches.take(batches.batches_per_epoch)
     assert said.lost_tokens == batches.report.lost_tokens
     assert said.rows_cut == sum(length > 64 for two in sides for length in two)
     assert said.padding == pytest.approx(1 - batches.report.tokens / sum(batch.num_tokens for batch in epoch))
-    packed, _ = preference_batches(settings.model_copy(update={"packing": "bfd"}), plain_tokenizer, 4, seed=3)
+    packed, _ = prepare_batches(settings.model_copy(update={"packing": "bfd"}), plain_tokenizer, 4, seed=3)
     assert said.packed_rows == packed.report.packed_rows
     assert said.packing_efficiency == pytest.approx(packed.report.packing_efficiency)
 

@@ -11,8 +11,8 @@ import pytest
 import zstandard
 
 from lean_ft.data import text_files
-from lean_ft.data.sources import read_rows
 from lean_ft.data.text_files import parse_json
+from tests.data.conftest import read_rows
 
 Write = Callable[..., str]
 ROWS = [{"q": 'a "b", c', "a": "1\n2"}, {"q": "ü\u2028", "a": ""}, {"q": "x" * 70_000, "a": "nul"}]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lean_ft.data import EvalBatches, prompt_rows, sft_batches
+from lean_ft.data import EvalBatches, prepare_batches, prompt_rows
 from lean_ft.data.collate import batch_of
 from lean_ft.frozen.reward_model import JudgingModel, open_reward_model
 from lean_ft.frozen.scoring import score_rows
@@ -102,7 +102,7 @@ def test_recipes_train(given, recipe: str, tmp_path: Path):
 def test_held_out_questions_are_asked_with_their_images(given, packing: str):
     cfg = config_of("finetune", *given[:4], "data.max_length=256", f"data.packing={packing}", "device=cpu")
     tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model, dtype=torch.float32)
-    batches, _ = sft_batches(cfg.data, tokenizer, batch_size=2, seed=0)
+    batches, _ = prepare_batches(cfg.data, tokenizer, batch_size=2, seed=0)
     held_out = EvalBatches(batches.layout, batches.report)
     prompts, _ = prompt_rows(config_of("grpo", *given).data, tokenizer, 0)
     asked = [question.identity for batch in held_out for question, _ in batch.questions()]

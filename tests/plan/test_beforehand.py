@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lean_ft.data import largest_batch, preference_batches, sft_batches
+from lean_ft.data import largest_batch, prepare_batches
 from lean_ft.plan import beforehand
 from lean_ft.plan.beforehand import as_long_as_its_data, foresee, upper_bound_bytes
 from lean_ft.plan.devices import CPU
@@ -101,7 +101,7 @@ def test_rows_are_planned_as_long_and_as_many_as_the_data_has(recipe, configure,
     """Row limits that no row reaches, or that exceed the number of rows, cause no warning."""
     (tmp_path / "short.jsonl").write_text('{"text": "a few words"}\n{"text": "word word word"}\n{"text": "word"}\n')
     cfg = configure(f"data.source={tmp_path / 'short.jsonl'}", "data.max_length=131072", *settings)
-    largest = sft_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed)[0].take(1)[0]
+    largest = prepare_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed)[0].take(1)[0]
     planned = as_long_as_its_data(cfg)
     assert largest_batch(planned.data, planned.batch_size).input_ids.shape == largest.input_ids.shape
     assert upper_bound_bytes(planned) < upper_bound_bytes(cfg) / 100
@@ -121,7 +121,7 @@ def test_pairs_are_planned_with_the_prompts_that_they_share(tmp_path):
         "batch_size=4",
     )
     cfg = load_config(load_recipe(recipes()["dpo"]).Config, None, ["model.path=tiny", *given])
-    batches, _ = preference_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed, share_prompts=True)
+    batches, _ = prepare_batches(cfg.data, load_tokenizer("tiny"), cfg.batch_size, cfg.seed, share_prompts=True)
     (largest,) = batches.take(1)
     planned = as_long_as_its_data(cfg)
     longest = largest_batch(planned.data, planned.batch_size, share_prompts=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.frozen.teacher_cache import keep_teacher
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model, save_model
@@ -66,7 +66,7 @@ def numbers(lines: list[dict[str, Any]], *more: str) -> list[tuple]:
 def by_hand(student: Path, divergence: str, packing: str, num_steps: int = 4) -> list[float]:
     """Distillation written by hand: one document at a time, whole logits, two transformers models, torch's AdamW."""
     config = config_of("distill", *SETTINGS, f"model.path={student}", *LIVE, f"data.packing={packing}")
-    batches, _ = sft_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
+    batches, _ = prepare_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
     learner = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-3, weight_decay=0.0)

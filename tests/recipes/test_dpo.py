@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from lean_ft.data import PairBatch, preference_batches
+from lean_ft.data import PairBatch, prepare_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.system.user_functions import file_digest
@@ -41,7 +41,7 @@ def by_hand(settings: tuple[str, ...], num_steps: int = 4) -> tuple[list[float],
     Return losses and mean margins. `settings` decide which pairs share a batch."""
     config = config_of("dpo", *SETTINGS, *settings)
     sharing = config.data.shared_prompt is not False
-    batches, _ = preference_batches(config.data, load_tokenizer("tiny"), config.batch_size, config.seed, sharing)
+    batches, _ = prepare_batches(config.data, load_tokenizer("tiny"), config.batch_size, config.seed, sharing)
     policy, frozen = (
         AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32) for _ in range(2)
     )

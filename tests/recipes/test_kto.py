@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lean_ft.data import UnpairedBatch, unpaired_batches
+from lean_ft.data import UnpairedBatch, prepare_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.tokenizers import load_tokenizer
 from tests.recipes import cases
@@ -24,7 +24,7 @@ def by_hand(name: str, packing: str, num_steps: int = 4) -> tuple[list[float], l
     """KTO written by hand: one completion at a time, whole logits, two transformers models, torch's AdamW.
     Return losses and baselines."""
     config = config_of("kto", *SETTINGS, f"data.packing={packing}")
-    batches, _ = unpaired_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
+    batches, _ = prepare_batches(config.data, load_tokenizer("tiny"), batch_size=4, seed=config.seed)
     policy, frozen = (
         AutoModelForCausalLM.from_pretrained(resolve_model_path("tiny"), dtype=torch.float32) for _ in range(2)
     )
@@ -117,7 +117,7 @@ def test_the_reference_computes_each_text_once(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("packing", ["none", "bfd", "padding_free"])
 def test_mismatched_pairs_rotate_the_completions_of_a_batch(packing: str) -> None:
     data = config_of("kto", *SETTINGS, f"data.packing={packing}").data
-    batches, _ = unpaired_batches(data, load_tokenizer("tiny"), batch_size=4, seed=0)
+    batches, _ = prepare_batches(data, load_tokenizer("tiny"), batch_size=4, seed=0)
     for batch in (batch.built for batch in batches.take(3)):
         assert isinstance(batch, UnpairedBatch)
         assert batch.mismatched is not None

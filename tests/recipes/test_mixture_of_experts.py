@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import TokenLogProbs
 from lean_ft.settings import SFTDataConfig
@@ -64,7 +64,7 @@ def losses(lines):
 
 def test_the_router_loss_equals_transformers_without_padding(train, folder):
     line = train("gradient_accumulation_steps=2", "max_steps=1")[0]
-    batches, _ = sft_batches(SFTDataConfig(**DATA), load_tokenizer(folder), batch_size=8, seed=0)
+    batches, _ = prepare_batches(SFTDataConfig(**DATA), load_tokenizer(folder), batch_size=8, seed=0)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected, micro_batches = 0.0, batches.take(2)
     assert any(not batch.is_token.all() for batch in micro_batches)

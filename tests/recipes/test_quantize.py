@@ -12,7 +12,7 @@ from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeig
 from torchao.quantization.qat import QATConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.losses import CrossEntropy
 from lean_ft.models import load_model
 from lean_ft.models.config import MixtureConfig
@@ -64,7 +64,7 @@ def test_transformers_computes_the_same(kind: str, tmp_path: Path, capsys: pytes
 def _plain_loss(model: nn.Module, rows: str) -> float:
     """Return the mean cross-entropy of the held-out rows from whole logits."""
     data = config_of(RECIPE, *SETTINGS, rows).data
-    batches, _ = sft_batches(data, load_tokenizer("tiny"), batch_size=24, seed=0)
+    batches, _ = prepare_batches(data, load_tokenizer("tiny"), batch_size=24, seed=0)
     total, count = 0.0, 0
     with torch.inference_mode():
         for batch in batches.take(batches.batches_per_epoch):
@@ -90,7 +90,7 @@ def test_training_and_conversion_equal_torchao_bitwise(train: Train, kind: str, 
         ),
     }[kind]
     model, unprepared = load_model("tiny"), load_model("tiny")
-    batches, _ = sft_batches(cfg.data, load_tokenizer("tiny"), batch_size=4, seed=cfg.seed)
+    batches, _ = prepare_batches(cfg.data, load_tokenizer("tiny"), batch_size=4, seed=cfg.seed)
     quantize_(model, QATConfig(base, step="prepare"), lambda m, name: isinstance(m, nn.Linear) and ".layers." in name)
     optimizer, cross_entropy = build_optimizer(model, cfg), CrossEntropy(model, cfg)
     for _ in range(3):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lean_ft import load_model
 from lean_ft.cli.main import app
-from lean_ft.data import preference_batches
+from lean_ft.data import prepare_batches
 from lean_ft.export import export_folder, export_gguf
 from lean_ft.frozen.scoring import open_reward_model, score, score_rows
 from lean_ft.hub.paths import resolve_data_path, resolve_model_path
@@ -49,7 +49,7 @@ def by_hand(source: str, packing: str, shares: bool, num_steps: int = 3) -> tupl
     """A reward model trained by hand: one text at a time, transformers, torch's AdamW. Return losses and margins."""
     config = config_of("reward", *SETTINGS, f"data.packing={packing}", f"data.source={source}")
     tokenizer, rows = load_tokenizer("tiny"), [json.loads(line) for line in Path(source).read_text().splitlines()]
-    batches, _ = preference_batches(config.data, tokenizer, batch_size=4, seed=config.seed, share_prompts=shares)
+    batches, _ = prepare_batches(config.data, tokenizer, batch_size=4, seed=config.seed, share_prompts=shares)
     model = with_a_score()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     losses, margins = [], []

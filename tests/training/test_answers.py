@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lean_ft.data import EvalBatches, preference_batches, sft_batches
+from lean_ft.data import EvalBatches, prepare_batches
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.source import Source
@@ -48,7 +48,7 @@ def held_out(tmp_path: Path, tokenizer: Tokenizer, rows: list[dict], packing: st
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = SFTDataConfig(source=str(file), validation_source=str(file), max_length=96, packing=packing, **settings)
-    batches = sft_batches(config, tokenizer, batch_size=2, seed=0)[1]
+    batches = prepare_batches(config, tokenizer, batch_size=2, seed=0)[1]
     assert batches is not None
     return batches
 
@@ -188,7 +188,7 @@ def test_of_a_pair_the_chosen_answer_is_the_right_one(packing, share_prompts, to
     pairs = [{"prompt": question, "chosen": "good", "rejected": "b"} for question in QUESTIONS]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     config = PreferenceDataConfig(source=str(tmp_path / "pairs.jsonl"), max_length=64, packing=packing)
-    batches, _ = preference_batches(config, tokenizer, 3, 0, share_prompts)
+    batches, _ = prepare_batches(config, tokenizer, 3, 0, share_prompts)
     taken, decode = batches.take(batches.batches_per_epoch), tokenizer.decode
     asked = [(decode(prompt.ids.tolist()), decode(answer)) for batch in taken for prompt, answer in batch.questions()]
     assert {answer for _, answer in asked} == {"good<|end|>"}

@@ -13,7 +13,7 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
-from lean_ft.data import sft_batches
+from lean_ft.data import prepare_batches
 from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Columns
 from lean_ft.export import export_folder, export_gguf
@@ -69,7 +69,7 @@ def theirs(path: Path) -> transformers.PreTrainedModel:
 def columns_of(folder: Path, family: str) -> Columns:
     source = f"data.source={folder / f'{family}_rows' / 'photos.jsonl'}"
     cfg = config_of("finetune", f"model.path={folder / family}", "model.images=frozen", source)
-    return sft_batches(cfg.data, load_tokenizer(cfg.model), batch_size=4, seed=0)[0].layout.columns
+    return prepare_batches(cfg.data, load_tokenizer(cfg.model), batch_size=4, seed=0)[0].layout.columns
 
 
 def documents(folder: Path, family: str) -> list[tuple[torch.Tensor, torch.Tensor, list[Image.Image]]]:

@@ -1,0 +1,63 @@
+"""Hashes of what decides prepared data: keys of the cache, and the fingerprint that a resumed run must match.
+
+The key of documents hashes the content of the files in order, the tokenizer's files, the settings that affect documents, the code
+that reads, renders and tokenizes rows, and the versions of its libraries. It ignores file paths, so moved or copied data is a
+cache hit.
+"""
+
+import hashlib
+import json
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lean_ft.settings import DataConfig
+from lean_ft.system.user_functions import without_hashes
+from lean_ft.tokenizers import Tokenizer
+
+IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")  # how a model prepares images
+LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pillow")
+# These settings do not change the rows; sources and the chat template count by their content.
+NOT_IN_FINGERPRINT = {
+    *("source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"),
+    "shared_prompt",  # `share_prompts` counts instead
+}
+# Settings added later count only if they differ from the default, so that older runs can be resumed.
+NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True, "chat_template_kwargs": {}}
+NOT_WHERE_DEFAULT |= {"image_tokens": None}
+# These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
+NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
+
+
+def settings_of_documents(config: DataConfig) -> dict[str, Any]:
+    """JSON values of the settings that change documents."""
+    return without_hashes(config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest})
+
+
+def settings_of_batches(config: DataConfig) -> dict[str, Any]:
+    """JSON values of the settings that change batches."""
+    settings = without_hashes(config.model_dump(mode="json", exclude=NOT_IN_FINGERPRINT))
+    return {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)}
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    files = [*tokenizer.files, *filter(None, [tokenizer.template_file])]
+    variables: list[Any] = [tokenizer.chat_template_kwargs] if tokenizer.chat_template_kwargs else []
+    if tokenizer.image_rules is not None:
+        files += [file for name in IMAGE_FILES if (file := tokenizer.folder / name).is_file()]
+    return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files), *variables)
+
+
+@cache
+def code_digest() -> str:
+    """Hash of the code that turns rows into documents, and of its libraries' versions."""
+    package = Path(__file__).parents[1]
+    files = [file for part in ("data", "images", "tokenizers") for file in sorted((package / part).glob("*.py"))]
+    files.append(package / "system" / "cache.py")
+    return hash_of(*(file.read_text(encoding="utf-8") for file in files), *map(version, LIBRARIES))
+
+
+def hash_of(*values: Any) -> str:
+    """Hash of JSON values."""
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
