@@ -64,7 +64,7 @@ from lean_ft.images.reading import Size, check, decoded, open_image, read_patche
 from lean_ft.images.rules import image_rules
 from lean_ft.models import empty_model, load_model, save_model
 from lean_ft.models.safetensors_file import read_header, write_file
-from lean_ft.online.episodes import RecordedResults
+from lean_ft.online.recorded_results import RecordedResults
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.lora import quantize_as_loaded

@@ -44,7 +44,7 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     from lean_ft.optim import build_optimizer
     from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig
     from lean_ft.tokenizers import load_tokenizer
-    from lean_ft.training.checkpoint import weight_parts, write_checkpoint
+    from lean_ft.training.checkpoint import CheckpointState, weight_parts, write_checkpoint
     from lean_ft.training.checkpoints import BackgroundWriter, host_copies
 
     return_freed_memory()
@@ -79,16 +79,8 @@ def work(folder: Path, batch_size: int, length: int, rounds: int, report: Path) 
     def save(weights: Any, state: Any) -> float:
         began = time.perf_counter()
         place = folder / "run"
-        write_checkpoint(
-            place,
-            next(saved),
-            model=model,
-            tokenizer=tokenizer,
-            optimizer_state=state,
-            training_state={},
-            random_state={},
-            weights=weights,
-        )
+        contents = CheckpointState({}, random={}, optimizer=state, weights=weights)
+        write_checkpoint(place, next(saved), model, tokenizer, contents)
         return time.perf_counter() - began
 
     step()  # the first step allocates and compiles

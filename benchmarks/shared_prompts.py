@@ -32,7 +32,7 @@ def work(share: str, shape: str, completions: int, prompt: int, completion: int,
     from lean_ft.data import Prompt
     from lean_ft.data.prompts import Prompts
     from lean_ft.data.report import DataReport
-    from lean_ft.generation import Sample
+    from lean_ft.generation import Completion
     from lean_ft.losses import TokenLogProbs, batch_loss
     from lean_ft.memory import apply_memory
     from lean_ft.models import load_model
@@ -65,7 +65,7 @@ def work(share: str, shape: str, completions: int, prompt: int, completion: int,
     asked = Prompts(
         [Prompt(ids[0, :prompt].tolist(), "", {}, "")], seed=0, report=DataReport("prompts"), fingerprint=""
     )
-    samples = [Sample(row[prompt:].tolist(), [-10.0] * completion, True) for row in ids]
+    samples = [Completion(row[prompt:].tolist(), [-10.0] * completion, True) for row in ids]
     rollouts = Rollouts(cfg, asked, 0, share_prompts=share_prompts)
     scores = Scores([float(i) for i in range(completions)], [[]] * completions, [""] * completions)
     rollouts.sample(lambda *_: samples, lambda *_: scores)  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,6 @@ from rich.text import Text
 from lean_ft.cli.arguments import Debug, Overrides, Preset, load_run
 from lean_ft.cli.output import print_table, progress, stdout
 from lean_ft.settings import (
-    ClassificationDataConfig,
     DataConfig,
     OnlineConfig,
     PromptDataConfig,
@@ -59,14 +58,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 </html>
 """
 
-THUMBNAIL = "\ufdd2"  # around the base64 text of a small image; rich writes texts alone
-# Recipes that train on rows with these fields. The first that fits shows a file; others are for finetune.
-RECIPES_OF_ROWS = (
-    ("dpo", "preference", ("chosen", "rejected")),
-    ("kto", "unpaired", ("prompt", "completion", "label")),
-    ("classify", "classification", ("text", "label")),
-    ("classify", "classification", ("text", "labels")),
-)
+THUMBNAIL = "\ufdd2"  # around the base64 text of a small picture; rich writes texts alone
 DataOrRecipe = Annotated[
     str | None,
     typer.Argument(
@@ -120,9 +112,10 @@ def stats(
     lengths = statistics.quantiles(found.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
     console.print(Text(f"tokens per row, at most: {quantiles}\n"))
-    if len(found.image_tokens):
-        typical, high, most = statistics.quantiles(found.image_tokens, [0.5, 0.99, 1.0])
-        console.print(Text(f"tokens per image, at most: 50% {typical:,}, 99% {high:,}, 100% {most:,}\n"))
+    for unit, tokens in found.of_kinds.items():
+        if len(tokens):
+            typical, high, most = statistics.quantiles(tokens, [0.5, 0.99, 1.0])
+            console.print(Text(f"tokens per {unit}, at most: 50% {typical:,}, 99% {high:,}, 100% {most:,}\n"))
     if prompts_only:
         too_long = int((found.lengths > cfg.data.max_length).sum())
         console.print(Text(f"{too_long:,} longer than max_prompt_length={cfg.data.max_length}, which a run drops"))
@@ -213,11 +206,9 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
         raise ValueError(
             f"the recipe {recipe or config} has no `data` or no `model` settings, so it has no rows to show."
         )
-    if isinstance(data, ClassificationDataConfig):
-        from lean_ft.data.classification import with_labels
+    from lean_ft.data.objective import objective_of
 
-        data = with_labels(data)
-    return module, cfg.model_copy(update={"data": data})
+    return module, cfg.model_copy(update={"data": objective_of(data).completed(data)})
 
 
 def _with_tools(cfg: Any, tokenizer: "Tokenizer") -> Any:
@@ -251,7 +242,8 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     settings = [f"data.source={file}", *overrides]
     if config is not None:
         return None, settings
-    from lean_ft.data.formats import FORMATS, NUM_ROWS_TO_DETECT
+    from lean_ft.data.formats import NUM_ROWS_TO_DETECT
+    from lean_ft.data.objective import objectives
     from lean_ft.data.sources import first_rows
 
     of_rows = tuple(f"data.{name}" for name in RowsConfig.model_fields)
@@ -260,14 +252,9 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     rows = first_rows(data.source, NUM_ROWS_TO_DETECT, data)
     fields = next((list(row.fields) for row in rows if row.problem is None), [])
     names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
-    has_answers = any(names >= {*format.required} for format in FORMATS.values())
-    recipe = "grpo" if "prompt" in names and not has_answers else "finetune"
-    recipe = next((one for one, name, needed in RECIPES_OF_ROWS if name == data.format or names >= {*needed}), recipe)
-    defaults = ["model.path=tiny"]
-    if recipe == "grpo":
-        defaults.append("rewards=[exact_answer]")  # required, and not used: no completion is sampled
-    if recipe == "classify" and "label" not in names:
-        defaults.append("data.multi_label=true")
+    objective = next((one for one in objectives() if one.is_of_file(names, data.format)), None)
+    recipe = "finetune" if objective is None else objective.recipe
+    defaults = ["model.path=tiny", *([] if objective is None else objective.settings_of_file(names))]
     note = f"note: shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE {quote(f'data.source={file}')}"
     if not any(word.startswith("model.path") for word in overrides):
         note += (
@@ -321,10 +308,8 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
             for stretch in stretches:
                 style = MASKED if not trained else REJECTED if document.is_rejected else TRAINED
                 text.append(visible(stretch.text), style=style + CONTROL if stretch.control else style)
-                if stretch.image is not None and console.record:
-                    from lean_ft.images.reading import thumbnail  # here, since texts do not need Pillow
-
-                    text.append(f"{THUMBNAIL}{base64.b64encode(thumbnail(stretch.image)).decode()}{THUMBNAIL}")
+                if stretch.picture is not None and console.record:
+                    text.append(f"{THUMBNAIL}{base64.b64encode(stretch.picture()).decode()}{THUMBNAIL}")
             text.append(closing)
         console.print(text, soft_wrap=True)
         for name, value in document.columns.items():

@@ -117,13 +117,20 @@ def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[
         with _gathered(problems):
             check_rewards(cfg.rewards)  # pyright: ignore[reportAttributeAccessIssue]
     elif rows is not None:
-        for setting, value in (("source", rows.source), ("validation_source", rows.validation_source)):
-            sources = [value] if isinstance(value, str) else value or []
-            for source in sources:
-                with _gathered(problems, f"data.{setting}: "):
-                    report = _read_first_rows(rows, tokenizer, source, is_alone=len(sources) == 1)
-                    notes.append(f"data.{setting}: {report}")
+        notes += _read_sources(rows, tokenizer, problems)
     return problems, notes
+
+
+def _read_sources(rows: DataConfig, tokenizer: "Tokenizer | None", problems: list[str]) -> list[str]:
+    """Read the first rows of each source. Return a note for each, and add to `problems`."""
+    notes = []
+    for setting, value in (("source", rows.source), ("validation_source", rows.validation_source)):
+        sources = [value] if isinstance(value, str) else value or []
+        for source in sources:
+            with _gathered(problems, f"data.{setting}: "):
+                report = _read_first_rows(rows, tokenizer, source, is_alone=len(sources) == 1)
+                notes.append(f"data.{setting}: {report}")
+    return notes
 
 
 def _is_here(path: str, *, weights: bool = True) -> bool:

@@ -33,12 +33,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, read in groups. Raises ValueError if the file cannot be read.
-
-    A small file can hold many values: it is compressed, repeats a value, or refers to one long text many times. The metadata
-    show the size of the first two. For the third, texts are read as references, so that their size is known before they are
-    copied.
-    """
+    """Yield the rows of a Parquet file, read in groups. Raises ValueError if the file cannot be read."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -51,59 +46,65 @@ def read_parquet_file(path: Path, digest: Digest | None) -> Iterator[Row]:
             while some := file.read(HASHED_BYTES_AT_A_TIME):
                 digest.update(some)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            about, columns, size = file.metadata, [*file.schema], path.stat().st_size
-            for i in range(
-                about.num_row_groups
-            ):  # no rows: raises for damaged metadata, on which `column` ends the process
-                next(file.reader.iter_batches(0, row_groups=[i], column_indices=None, use_threads=False), None)
-        if about.num_rows == 0:
-            raise ValueError(f"{path} has no rows.")
-        if about.num_rows > max(MANY_ROWS, size):
-            raise ValueError(f"{path} is damaged: it claims {about.num_rows:,} rows in {size:,} bytes.")
-        texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-        budget = max(EXPANDED_BYTES, MAX_EXPANSION * size)
-        too_large = ValueError(
-            f"{path} expands to more than {budget:,} bytes, {MAX_EXPANSION} times its size, which rows of text do not do. If the "
-            "file is correct, convert it to JSONL."
-        )
-        groups = [about.row_group(i) for i in range(about.num_row_groups)]
-        chunks = [[group.column(i) for i in range(len(columns))] for group in groups]
-        lengths = [
-            max(8, column.length or 0) for column in columns
-        ]  # bytes of a value: of Python's reference, at least
-        declared = (
-            c.total_uncompressed_size + c.num_values * n for row in chunks for c, n in zip(row, lengths, strict=True)
-        )
-        if sum(declared) > budget:
-            raise too_large
         number = 0
-        with (
-            pyarrow.parquet.ParquetFile(path) as plain,
-            pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as encoded,
-        ):
-            for i, group in enumerate(groups):
-                has_delta = any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks[i])
-                first = () if has_delta else next(encoded.iter_batches(1, row_groups=[i]), ())
-                entries = [length for _, length in map(_text_bytes, _leaves(first))]
-                most = group.total_byte_size + max(entries, default=0) * sum(chunk.num_values for chunk in chunks[i])
-                is_safe = has_delta or most <= max(EXPANDED_BYTES, 8 * group.total_byte_size)
-                file = plain if is_safe else encoded
-                for batch in file.iter_batches(1 if has_delta else ROWS_AT_A_TIME, row_groups=[i]):
-                    if (budget := budget - (made := _num_bytes(batch))) < 0:
-                        raise too_large
-                    step = 1 if made > EXPANDED_BYTES else ROWS_AT_A_TIME
-                    for start in range(0, batch.num_rows, step):
-                        rows = batch.slice(start, step)
-                        if step == 1 and _num_bytes(rows) > MAX_LINE_BYTES:
-                            raise ValueError(
-                                f"{path}, row {number + 1} is larger than {MAX_LINE_BYTES >> 20} MiB, the limit for a row."
-                            )
-                        for fields in rows.to_pylist():
-                            number += 1
-                            yield _row(fields, f"{path}, row {number}")
+        for batch in _parquet_batches(path):
+            step = 1 if _num_bytes(batch) > EXPANDED_BYTES else ROWS_AT_A_TIME
+            for start in range(0, batch.num_rows, step):
+                rows = batch.slice(start, step)
+                if step == 1 and _num_bytes(rows) > MAX_LINE_BYTES:
+                    limit = MAX_LINE_BYTES >> 20
+                    raise ValueError(f"{path}, row {number + 1} is larger than {limit} MiB, the limit for a row.")
+                for fields in rows.to_pylist():
+                    number += 1
+                    yield _row(fields, f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    """Yield the rows of a Parquet file as Arrow batches. Raises ValueError for a file that expands too much.
+
+    A small file can hold many values: it is compressed, repeats a value, or refers to one long text many times. The
+    metadata show the size of the first two. For the third, texts are read as references, so that their size is known
+    before they are copied.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        about, columns, size = file.metadata, [*file.schema], path.stat().st_size
+        for i in range(about.num_row_groups):
+            # Reads no rows, and raises for damaged metadata, on which `column` ends the process.
+            next(file.reader.iter_batches(0, row_groups=[i], column_indices=None, use_threads=False), None)
+    if about.num_rows == 0:
+        raise ValueError(f"{path} has no rows.")
+    if about.num_rows > max(MANY_ROWS, size):
+        raise ValueError(f"{path} is damaged: it claims {about.num_rows:,} rows in {size:,} bytes.")
+    budget = max(EXPANDED_BYTES, MAX_EXPANSION * size)
+    too_large = ValueError(
+        f"{path} expands to more than {budget:,} bytes, {MAX_EXPANSION} times its size, which rows of text do not do. "
+        "If the file is correct, convert it to JSONL."
+    )
+    groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    chunks = [[group.column(i) for i in range(len(columns))] for group in groups]
+    lengths = [max(8, column.length or 0) for column in columns]  # bytes of a value: of Python's reference, at least
+    declared = (
+        c.total_uncompressed_size + c.num_values * n for row in chunks for c, n in zip(row, lengths, strict=True)
+    )
+    if sum(declared) > budget:
+        raise too_large
+    texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    with ParquetFile(path) as plain, ParquetFile(path, read_dictionary=texts) as encoded:
+        for i, group in enumerate(groups):
+            has_delta = any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks[i])
+            first = () if has_delta else next(encoded.iter_batches(1, row_groups=[i]), ())
+            entries = [length for _, length in map(_text_bytes, _leaves(first))]
+            most = group.total_byte_size + max(entries, default=0) * sum(chunk.num_values for chunk in chunks[i])
+            is_safe = has_delta or most <= max(EXPANDED_BYTES, 8 * group.total_byte_size)
+            file = plain if is_safe else encoded
+            for batch in file.iter_batches(1 if has_delta else ROWS_AT_A_TIME, row_groups=[i]):
+                if (budget := budget - _num_bytes(batch)) < 0:
+                    raise too_large
+                yield batch
 
 
 def _leaves(arrays: Any) -> Iterator[Any]:

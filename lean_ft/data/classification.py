@@ -12,7 +12,7 @@ Legend: P texts of a batch, C labels.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -293,6 +293,14 @@ class Classification(Objective):
     reader = LabelReader
     batch_type = TextBatch
     unit = "texts"
+    recipe = "classify"
+    marks = (("text", "label"), ("text", "labels"))
+
+    def settings_of_file(self, fields: Set[str]) -> list[str]:
+        return [] if "label" in fields else ["data.multi_label=true"]
+
+    def completed(self, config: ClassificationDataConfig) -> DataConfig:
+        return with_labels(config)
 
     def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
         values = columns.per_document("row_values", placed.documents)

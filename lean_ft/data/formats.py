@@ -35,11 +35,11 @@ from lean_ft.data.images import (
     IMAGE_FIELDS,
     NO_IMAGES,
     UnreadableImageError,
-    cuts_an_image,
     images_of,
     shows_images,
     unread_part_keys,
 )
+from lean_ft.data.kinds import keeps_whole
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import list_sources
@@ -51,6 +51,14 @@ from lean_ft.tokenizers.chat_template import variables_of
 
 NUM_ROWS_TO_DETECT = 16
 SYSTEM_ROLES = ("system", "developer")
+
+
+def drops(document: Document, kept: slice, report: DataReport) -> bool:
+    """Whether a row is dropped and counted, because keeping the tokens `kept` of its document alone would cut an image or
+    the like."""
+    if unit := keeps_whole(document, kept):
+        report.drop(f"a whole {unit} does not fit in max_length")
+    return bool(unit)
 
 
 @dataclass(frozen=True)
@@ -365,8 +373,8 @@ class RowReader:
         return documents
 
     def truncated(self, document: Document, place: str, report: DataReport) -> Document | None:
-        """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped. An
-        image is never cut."""
+        """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped.
+        What a kind of columns adds, such as an image, is never cut."""
         limit = self.config.longest
         if limit is None or len(document) <= limit:
             return document
@@ -374,14 +382,7 @@ class RowReader:
             return None
         right = self.config.truncation_side == "right"
         kept = slice(0, limit) if right else slice(len(document) - limit, len(document))
-        return None if self.drops_image(document, kept, report) else document[kept]
-
-    def drops_image(self, document: Document, kept: slice, report: DataReport) -> bool:
-        """Whether the row is dropped, because keeping the tokens `kept` of a document alone would cut an image."""
-        if not cuts_an_image(document, kept):
-            return False
-        report.drop("an image does not fit in max_length")
-        return True
+        return None if drops(document, kept, report) else document[kept]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         """Truncate the sequences of a row to `data.max_length`, or return [] if the row is dropped; count losses in

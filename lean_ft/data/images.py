@@ -32,7 +32,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -41,7 +41,7 @@ import numpy as np
 
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.foreign_fields import is_given, refuse_part_keys
-from lean_ft.data.kinds import Kind, OfBatch
+from lean_ft.data.kinds import Insert, Kind, OfBatch
 from lean_ft.data.report import DataReport
 from lean_ft.data.text_files import parse_json
 from lean_ft.images.cuts import Size
@@ -360,26 +360,6 @@ def num_embeddings(columns: Mapping[str, np.ndarray], merge: int) -> np.ndarray:
     return np.diff(of_grids[np.append(0, np.cumsum(columns["image_tiles"]))])
 
 
-def cuts_an_image(document: Document, kept: slice) -> bool:
-    """Whether an image has tokens inside and outside of the span `kept`."""
-    return any(behind_image(document, place) != place for place in (kept.start, kept.stop))
-
-
-def shown_images(document: Document) -> list[tuple[int, int, bytes, Size]]:
-    """Each image that a document shows: its first token, the end of its tokens, its reference, and its size in pixels.
-
-    Raises ValueError for an image that cannot be opened.
-    """
-    from lean_ft.images.reading import open_image, size_of
-
-    image, references, found = _image_of_tokens(document), references_of(document), []
-    for number in np.unique(image[image >= 0]).tolist():
-        places = np.flatnonzero(image == number)
-        with open_image(references[number]) as opened:
-            found.append((int(places[0]), int(places[-1]) + 1, references[number], size_of(opened)))
-    return found
-
-
 def _image_of_tokens(document: Document) -> np.ndarray:
     """(T,) number of the image that each token shows, -1 for text."""
     if not has_images(document):
@@ -425,6 +405,7 @@ class ImageKind(Kind):
 
     rules: ImageRules
     replaced: ClassVar[tuple[str, ...]] = (IMAGE_ROW,)
+    unit: ClassVar[str] = "image"
 
     @property
     def never_trained(self) -> frozenset[int]:
@@ -438,6 +419,9 @@ class ImageKind(Kind):
             theirs[POSITION_SHIFT] = np.full_like(theirs[POSITION_SHIFT], before.per_token[POSITION_SHIFT][-1])
         images = {name: values for name, values in before.per_document.items() if name.startswith(OF_IMAGES)}
         return replace(document, per_token=theirs, per_document={**document.per_document, **images})
+
+    def next_cut(self, document: Document, place: int) -> int:
+        return behind_image(document, place)
 
     def of_batch(self, columns: Columns, placed: Placed) -> OfBatch:
         from lean_ft.data.image_batches import images_of_batch  # loads torch
@@ -482,5 +466,21 @@ class ImageKind(Kind):
 
     def describe(self, columns: Columns, report: DataReport, sides: int) -> None:
         numbers = np.diff(columns.offsets["image_tiles"])[columns.rows]
-        report.images = int(numbers[::sides].sum())
-        report.image_tokens = int(self.work(columns).sum()) // self.rules.merge**2
+        tokens = int(self.work(columns).sum()) // self.rules.merge**2
+        report.of_kinds[self.unit] = [int(numbers[::sides].sum()), tokens]
+
+    def num_tokens(self, columns: Columns) -> np.ndarray:
+        return num_embeddings(columns.values, self.rules.merge)
+
+    def inserts(self, document: Document) -> list[Insert]:
+        """Each image that a document shows, with its size in pixels. Raises ValueError for one that cannot be opened."""
+        from lean_ft.images.reading import open_image, size_of, thumbnail
+
+        image, references, shown = _image_of_tokens(document), references_of(document), []
+        for number in np.unique(image[image >= 0]).tolist():
+            first, last = np.flatnonzero(image == number)[[0, -1]].tolist()
+            with open_image(references[number]) as opened:
+                size = size_of(opened)
+            text = f"[image {size.width}x{size.height}, {last + 1 - first:,} tokens]"
+            shown.append(Insert(first, last + 1, text, partial(thumbnail, references[number])))
+        return shown

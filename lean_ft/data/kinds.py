@@ -7,7 +7,8 @@ values depend on what stands before them, or that become other arguments of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -29,11 +30,22 @@ class OfBatch:
         raise NotImplementedError
 
 
+class Insert(NamedTuple):
+    """What tokens of a document stand for instead of text, for previews."""
+
+    first: int  # token
+    end: int
+    text: str
+    picture: Callable[[], bytes] | None = None  # makes a small JPEG picture
+
+
 class Kind:
     """Behavior of some columns. Kinds are equal if they behave alike, and can be pickled."""
 
     replaced: ClassVar[tuple[str, ...]] = ()
     """Columns of tokens that the model gets only as `OfBatch.inputs`."""
+    unit: ClassVar[str] = ""
+    """What this kind adds to documents, for reports."""
 
     @property
     def never_trained(self) -> frozenset[int]:
@@ -43,6 +55,10 @@ class Kind:
     def behind(self, before: Document, document: Document) -> Document:
         """Return `document` as it is behind the tokens of `before`."""
         return document
+
+    def next_cut(self, document: Document, place: int) -> int:
+        """Return the first place from `place` on where the document may be cut."""
+        return place
 
     def of_batch(self, columns: Columns, placed: Placed) -> OfBatch:
         raise NotImplementedError
@@ -65,6 +81,20 @@ class Kind:
 
     def describe(self, columns: Columns, report: DataReport, sides: int) -> None:
         """Add counts to the report; `sides`: documents per row of data."""
+
+    def num_tokens(self, columns: Columns) -> np.ndarray:
+        """(I,) number of tokens of each of the `unit` that all stored documents have."""
+        return np.empty(0, dtype=np.int64)
+
+    def inserts(self, document: Document) -> list[Insert]:
+        """What this kind adds to a document, for previews. Raises ValueError for a file that cannot be read."""
+        return []
+
+
+def keeps_whole(document: Document, kept: slice) -> str:
+    """The unit of what would be cut if only the tokens `kept` of a document stayed; empty if nothing is."""
+    cuts = (kept.start, kept.stop)
+    return next((kind.unit for kind in document.kinds if any(kind.next_cut(document, i) != i for i in cuts)), "")
 
 
 def kinds_of(tokenizer: Tokenizer) -> tuple[Kind, ...]:

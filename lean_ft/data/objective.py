@@ -10,6 +10,7 @@ Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M th
 
 from __future__ import annotations
 
+from collections.abc import Set
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,8 +31,16 @@ class Objective:
 
     reader: type[RowReader]
     batch_type: type[Batch] = Batch
-    unit: str = "sequences"
+    unit: ClassVar[str] = "sequences"
     """Unit in reports."""
+    judged: ClassVar[str] = ""
+    """Unit of which an evaluation counts those that are right, such as words; empty: `unit`."""
+    scored_by: ClassVar[str | None] = "score"
+    """Command that gives such rows the scores of a model with an output layer for them; None if there is none."""
+    recipe: ClassVar[str] = ""
+    """Recipe that `leanft data` shows a file of such rows with."""
+    marks: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Groups of fields. Rows that have all fields of one group are such rows."""
     worse: ClassVar[tuple[str, ...]] = ()
     """Names of rejected or undesirable sequences, colored in previews."""
     of_loss: ClassVar[tuple[str, ...]] = OF_LOSS
@@ -49,6 +58,18 @@ class Objective:
     def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
+
+    def is_of_file(self, fields: Set[str], format_name: str) -> bool:
+        """Whether the rows of a file with these fields, or with the format that `data.format` names, are for this objective."""
+        return bool(self.marks) and (format_name in self.reader.known or any(fields >= {*mark} for mark in self.marks))
+
+    def settings_of_file(self, fields: Set[str]) -> list[str]:
+        """Return settings that `recipe` needs to show a file of rows with these fields, as `key=value`."""
+        return []
+
+    def completed(self, config: Any) -> DataConfig:
+        """Return the settings with what the rows say, such as the labels."""
+        return config
 
     def describe(self, values: np.ndarray) -> list[str]:
         """Return remarks for the report; values: (N, V), from `RowReader.values`, of all N sequences."""
@@ -69,6 +90,17 @@ class Objective:
 
 
 PLAIN = Objective()
+
+
+def objectives() -> list[Objective]:
+    """Return the objectives of all classes of lean_ft.settings, in the order of the classes."""
+    names = dict[str, None]()
+    classes: list[type[DataConfig]] = [DataConfig]
+    for settings in classes:
+        classes += settings.__subclasses__()
+        if settings.objective and settings.__module__ == DataConfig.__module__:
+            names[settings.objective] = None
+    return [import_module(f"lean_ft.data.{name}").OBJECTIVE for name in names]
 
 
 def objective_of(config: DataConfig) -> Objective:

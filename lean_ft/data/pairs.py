@@ -31,6 +31,7 @@ from lean_ft.data.formats import (
     Fields,
     RowReader,
     as_chat,
+    drops,
     join,
     plain,
     reading,
@@ -95,7 +96,7 @@ class PairReader(RowReader):
         length = num_prompt_tokens(documents)
         prompt = replace(documents[0][:length], trained=np.zeros(length, dtype=bool))
         fitted = fit_answers(prompt, [document[length:] for document in documents], self.config, place, report)
-        if fitted is None or self.drops_image(prompt, slice(length - len(fitted[0]), length), report):
+        if fitted is None or drops(prompt, slice(length - len(fitted[0]), length), report):
             return []
         return [fitted[0].then(answer) for answer in fitted[1]]
 
@@ -257,6 +258,8 @@ class PreferencePairs(Objective):
     reader = PairReader
     batch_type = PairBatch
     unit = "pairs"
+    recipe = "dpo"
+    marks = (("chosen", "rejected"),)
     worse = ("rejected",)
     shares_prompts = True
 

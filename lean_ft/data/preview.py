@@ -5,7 +5,7 @@ The first rows of the source are read, tokenized, truncated and packed as for tr
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, islice, pairwise
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 from lean_ft.data.arrangement import arrange
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.documents import renderer_of
-from lean_ft.data.images import shown_images
 from lean_ft.data.objective import objective_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import read_rows
@@ -34,8 +33,8 @@ class Stretch:
     trained: bool
     control: bool
     """Whether these are control tokens, such as eos."""
-    image: bytes | None = None
-    """Reference of the image that these tokens are."""
+    picture: Callable[[], bytes] | None = None
+    """Makes a small JPEG picture of what these tokens stand for."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _rows(
             # Nothing predicts the first token of a document, or of a row whose documents are joined.
             if (used == 0) if arrangement.joined else start == 0:
                 trained[0] = False
-            stretches = _with_images(tokenizer, document, trained)
+            stretches = _with_inserts(tokenizer, document, trained)
             place, named = origins[number]
             counts = len(document), int(trained.sum())
             shown.append(ShownDocument(place, stretches, *counts, start > 0, place.endswith(worse), named))
@@ -145,12 +144,13 @@ def _rows(
         yield ShownRow(shown, arrangement.row_tokens - used if arrangement.kind == "packed" else None)
 
 
-def _with_images(tokenizer: Tokenizer, document: Document, trained: np.ndarray) -> list[Stretch]:
-    """Return the stretches of a document, with one stretch per image."""
+def _with_inserts(tokenizer: Tokenizer, document: Document, trained: np.ndarray) -> list[Stretch]:
+    """Return the stretches of a document, with one stretch for each thing that is no text, such as an image."""
     shown, before = list[Stretch](), 0
-    for first, end, reference, size in shown_images(document):
+    inserts = [insert for kind in document.kinds for insert in kind.inserts(document)]
+    for first, end, text, picture in sorted(inserts, key=lambda insert: insert.first):
         shown += stretches_of(tokenizer, document.ids[before:first], trained[before:first])
-        shown.append(Stretch(f"[image {size.width}x{size.height}, {end - first:,} tokens]", False, True, reference))
+        shown.append(Stretch(text, False, True, picture))
         before = end
     return shown + stretches_of(tokenizer, document.ids[before:], trained[before:])
 

@@ -6,7 +6,7 @@ All prompts are kept in memory.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from lean_ft.data.columns import Document
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.foreign_fields import MEDIA, is_given, refuse_media
 from lean_ft.data.formats import (
+    FORMATS,
     RENAME,
     Fields,
     RowReader,
@@ -240,6 +241,13 @@ class PromptData(Objective):
 
     reader = PromptReader
     unit = "prompts"
+    recipe = "grpo"
+
+    def is_of_file(self, fields: Set[str], format_name: str) -> bool:
+        return "prompt" in fields and not any(fields >= {*format.required} for format in FORMATS.values())
+
+    def settings_of_file(self, fields: Set[str]) -> list[str]:
+        return ["rewards=[exact_answer]"]  # required, and not used: no completion is sampled
 
 
 OBJECTIVE = PromptData()

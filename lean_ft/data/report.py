@@ -93,10 +93,9 @@ class DataReport:
     tokens: int = 0
     target_tokens: int = 0
     """Tokens with a label."""
-    images: int = 0
-    """Images of the kept rows."""
-    image_tokens: int = 0
-    """Tokens of images in the kept sequences."""
+    of_kinds: dict[str, list[int]] = field(default_factory=dict)
+    """By what a kind of columns adds, such as an image: its number in the kept rows, and its tokens in the kept
+    sequences."""
     beyond_context: int = 0
     """Sequences longer than the model's context."""
     context_length: int | None = None
@@ -130,8 +129,12 @@ class DataReport:
             more = f" and {len(names) - NUM_NAMES_SHOWN} more" if len(names) > NUM_NAMES_SHOWN else ""
             parts += [f"{what}: {', '.join(names[:NUM_NAMES_SHOWN])}{more}"] if names else []
         trained = f", {self.target_tokens:,} trained ({self.target_tokens / max(1, self.tokens):.0%})"
-        of_images = f", {counted(self.images, 'images')} with {self.image_tokens:,} tokens" if self.images else ""
-        parts.append(f"{kept}, {self.tokens:,} tokens{trained if self.target_tokens else ''}{of_images}")
+        of_kinds = [
+            f", {counted(number, f'{unit}s')} with {tokens:,} tokens"
+            for unit, (number, tokens) in self.of_kinds.items()
+            if number
+        ]
+        parts.append(f"{kept}, {self.tokens:,} tokens{trained if self.target_tokens else ''}{''.join(of_kinds)}")
         parts += self.remarks
         if self.beyond_context:
             longer = f"{self.beyond_context:,} longer than the model's context of {self.context_length:,} tokens"

@@ -11,9 +11,8 @@ import numpy as np
 
 from lean_ft.data.arrangement import row_order
 from lean_ft.data.batch import rounded_up
-from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts
-from lean_ft.data.images import num_embeddings
+from lean_ft.data.kinds import kinds_of
 from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack
 from lean_ft.data.report import DataReport
@@ -33,7 +32,7 @@ class Statistics:
     """Counts of the rows, without truncation."""
     lengths: np.ndarray  # (N,) int64: tokens
     num_targets: np.ndarray  # (N,) int64: trained tokens
-    image_tokens: np.ndarray  # (I,) int64: tokens of each image
+    of_kinds: dict[str, np.ndarray]  # by unit, such as image: (I,) int64, tokens of each
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,18 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     """Read and tokenize `config.source`, keeping only lengths. Raises ValueError as `prepare_batches` does."""
     uncut = config.model_copy(update={"max_length": ANY_LENGTH, "overflow": "truncate", "packing": "none"})
     parts = Parts(uncut, tokenizer, config.source)
-    merge = 1 if tokenizer.image_rules is None else tokenizer.image_rules.merge
-
-    def of_images(part: Columns) -> np.ndarray:
-        return num_embeddings(part.values, merge) if "image_grids" in part.values else np.empty(0, dtype=np.int64)
-
-    counted = [(part.lengths, part.num_targets, part.per_document("row_values"), of_images(part)) for part in parts]
-    lengths, num_targets, values, image_tokens = (np.concatenate(arrays) for arrays in zip(*counted, strict=True))
-    parts.report.images, parts.report.image_tokens = len(image_tokens) // len(config.sides), int(image_tokens.sum())
+    kinds = kinds_of(tokenizer)
+    columns = [
+        (part.lengths, part.num_targets, part.per_document("row_values"), *(kind.num_tokens(part) for kind in kinds))
+        for part in parts
+    ]
+    lengths, num_targets, values, *tokens = (np.concatenate(arrays) for arrays in zip(*columns, strict=True))
+    of_kinds = {kind.unit: found for kind, found in zip(kinds, tokens, strict=True)}
+    parts.report.of_kinds = {
+        unit: [len(found) // len(config.sides), int(found.sum())] for unit, found in of_kinds.items()
+    }
     parts.report.remarks = objective_of(config).describe(values)
-    return Statistics(parts.report, lengths, num_targets, image_tokens)
+    return Statistics(parts.report, lengths, num_targets, of_kinds)
 
 
 def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: int, sides: int = 1) -> AtLength:

@@ -103,6 +103,9 @@ class Unpaired(PreferencePairs):
     reader = UnpairedReader
     batch_type = UnpairedBatch
     unit = "answers"
+    judged = "pairs"
+    recipe = "kto"
+    marks = (("prompt", "completion", "label"),)
     worse = ("undesirable",)
     shares_prompts = False
 

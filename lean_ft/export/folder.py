@@ -33,6 +33,7 @@ from lean_ft.peft.stored_adapter import read_adapter
 from lean_ft.system.run_directory import TRAINING_STATE_FILE, read_training_state
 from lean_ft.system.units import parse_bytes
 from lean_ft.system.whole_files import write_whole
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.checkpoint import checkpoint_bytes
 from lean_ft.training.view import save_view
 
@@ -96,18 +97,25 @@ def export_folder(
         gc.collect()
         saved = load_model(temporary, dtype=wanted, scores=stored_labels(temporary), images=images)
         difference = _compare(expected, _logits(saved), wanted)
-    num_files = len(list(destination.glob("*.safetensors")))
+    kept = f"{num_kept} unchanged tensors of {whole}" if keep_vision else ""
+    details = (
+        f"{_contents(destination, num_parameters, wanted, tokenizer)}{', '.join(['', *filter(None, (kept, drafting))])}"
+    )
+    details += f".\nRead back: its logits equal the source's (largest difference {difference:g})."
+    return Exported(folder, destination, details, merged)
+
+
+def _contents(folder: Path, num_parameters: int, dtype: torch.dtype, tokenizer: Tokenizer | None) -> str:
+    """What an exported folder holds, in words."""
+    num_files = len(list(folder.glob("*.safetensors")))
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     parts = [
-        f"{num_parameters:,} parameters in {str(wanted).removeprefix('torch.')}",
+        f"{num_parameters:,} parameters in {str(dtype).removeprefix('torch.')}",
         f"{num_files} weight file{'s' if num_files > 1 else ''}",
         "NO tokenizer, since the source has none" if tokenizer is None else "a tokenizer",
         *([] if tokenizer is None or has_template else ["no chat template"]),
-        *([f"{num_kept} unchanged tensors of {whole}"] if keep_vision else []),
-        *([drafting] if drafting else []),
     ]
-    details = f"{', '.join(parts)}.\nRead back: its logits equal the source's (largest difference {difference:g})."
-    return Exported(folder, destination, details, merged)
+    return ", ".join(parts)
 
 
 def merge(

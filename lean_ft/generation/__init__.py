@@ -3,15 +3,15 @@
 
 from lean_ft.generation.calling import CallingTurn, converse
 from lean_ft.generation.choosing import Sampling
-from lean_ft.generation.decoding import Sample, longest_first, sample, sample_numbers, sample_steps
+from lean_ft.generation.decoding import longest_first, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.generation.texts import answers, generate, image_part, open_model, read_prompts, shows_images, stream
-from lean_ft.generation.turns import Replies
+from lean_ft.generation.turns import Completion, Replies
 
 __all__ = [
     "CallingTurn",
+    "Completion",
     "Replies",
-    "Sample",
     "Sampling",
     "answers",
     "converse",

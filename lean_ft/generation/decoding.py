@@ -21,7 +21,7 @@ Shapes: B running rows, T tokens of the longest prompt, V vocabulary.
 import base64
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import compress, groupby
 from typing import Any
@@ -35,7 +35,7 @@ from lean_ft.data.images import behind_image, has_images
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
-from lean_ft.generation.turns import Replies, RunningRow, Sample, Waiting, divided
+from lean_ft.generation.turns import Completion, Decode, Replies, RunningRow, Waiting, divided
 from lean_ft.models import Decoder, FewRows, KVCache, pack_in_place
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
@@ -46,14 +46,13 @@ from lean_ft.tokenizers.loading import context_length
 PROMPT_TOKENS = 8192  # prompt positions per pass
 # The cache, and on a CPU packed weights, take at most 1 / CACHE_SHARE each of the memory that the weights leave.
 CACHE_SHARE = 4
-PACKED_TOKENS = 32  # packing takes the time that it saves in about 16 tokens, and an answer can end before its limit
+PACKED_TOKENS = 32  # packing takes the time that it saves in about 16 tokens, and a completion can end before its limit
 UNKNOWN_MEMORY_ROWS = 64  # at a time, if the memory size is unknown
 # Waiting rows are read when a part of this size is free, because each pass over prompts reads all weights.
 ROOM_PARTS = 8
 
 Asked = Sequence[int] | Document
 """A prompt: token ids, or a document, which can have images."""
-Decode = Callable[[Sequence[int]], str]
 
 
 def sample(
@@ -68,7 +67,7 @@ def sample(
     records_experts: bool = False,
     replies: Replies | None = None,
     max_given_tokens: int = 0,
-) -> list[Sample]:
+) -> list[Completion]:
     """Return a completion of each prompt, in order.
 
     With `replies`, a completion has several turns, with given tokens in between. `sampling.max_new_tokens` limits the sampled tokens
@@ -86,7 +85,7 @@ def sample(
         cache_gib: maximum memory of the KV cache, in GiB; rows that do not fit are generated later. None uses a quarter
             of the memory that the weights leave on the device.
         compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
-        records_experts: record the experts that the tokens choose in a mixture (`Sample.experts`).
+        records_experts: record the experts that the tokens choose in a mixture (`Completion.experts`).
         replies: gives tokens after each turn.
         max_given_tokens: the most given tokens of a completion. If there are any, the KV cache takes half of its memory, and copies of
             rows that wait take the rest.
@@ -102,10 +101,11 @@ def sample(
         room = _room(model, rows, num_new, cache_gib, 2 if max_given_tokens else 1)
         packs = sampling.max_new_tokens >= PACKED_TOKENS and not compile
         packed_bytes = (_most_bytes(model, None) or 0) if packs else 0
-        more = records_experts, replies, max_given_tokens
-        for _ in _decode_rows(model, rows, sampling, decode, room, compile, None, packed_bytes, *more):
+        options = DecodingOptions(room, None, compile, packed_bytes, records_experts)
+        waiting = Waiting(replies, sampling, max_given_tokens)
+        for _ in Decoding(model, rows, sampling, options, decode, waiting).steps():
             pass
-    return [row.sample for row in rows]
+    return [row.completion for row in rows]
 
 
 def sample_steps(
@@ -123,11 +123,11 @@ def sample_steps(
     """
     rows = running_rows(prompts, sampling, None)
     if sampling.max_new_tokens and rows:
-        for tokens in _decode_rows(model, rows, sampling, decode, len(rows), prompt_part=prompt_part):
+        for tokens in Decoding(model, rows, sampling, DecodingOptions(len(rows), prompt_part), decode).steps():
             yield [tokens.get(row.place) for row in rows]
 
 
-def pack_for_answers(model: Decoder, new_tokens: int) -> None:
+def pack_for_generation(model: Decoder, new_tokens: int) -> None:
     """Pack a model that only generates, if it generates enough tokens in all (`pack_in_place`)."""
     if new_tokens >= PACKED_TOKENS:
         pack_in_place(model, _most_bytes(model, None) or 0)
@@ -143,7 +143,8 @@ def running_rows(
     numbers = sample_numbers(asked) if numbers is None else numbers
     keys = [RowKey(sampling.seed, _identity(prompt), number) for prompt, number in zip(asked, numbers, strict=True)]
     return [
-        RunningRow(place, prompt, key, Sample()) for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))
+        RunningRow(place, prompt, key, Completion())
+        for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))
     ]
 
 
@@ -200,125 +201,225 @@ def _most_bytes(model: Decoder, cache_gib: float | None) -> float | None:
     return (total - sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))) / CACHE_SHARE
 
 
-@torch.no_grad()
-def _decode_rows(
-    model: Decoder,
-    rows: list[RunningRow],
-    sampling: Sampling,
-    decode: Decode | None,
-    room: int,
-    compile: bool = False,
-    prompt_part: int | None = None,
-    packed_bytes: float = 0,
-    records_experts: bool = False,
-    replies: Replies | None = None,
-    max_given_tokens: int = 0,
-) -> Iterator[dict[int, int]]:
-    """Fill the rows' samples, at most `room` rows at a time. Yield each step's tokens by the rows' places; empty after a part of a
-    prompt."""
-    if sampling.stop_texts and decode is None:
-        raise ValueError("stop_texts need `decode`, a function from ids to text. Pass decode=tokenizer.decode.")
-    context = context_length(model.source.config)
-    # Equal prompts and equal lengths are together.
-    waiting = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt.ids.tolist(), _identity(row.prompt)))
-    capacity = len(waiting[0].prompt) + sampling.max_new_tokens + max_given_tokens
-    turns = Waiting(replies, sampling, max_given_tokens)
-    if replies is not None and context is not None:
-        for row in rows:
-            row.longest = max(context, len(row.prompt) + 1)
-    copies = 2 if max_given_tokens else 1
-    running, waiting = world().generate(model, waiting[:room], capacity, packed_bytes, copies), waiting[room:]
-    if not running:  # in a plan
-        return
-    caches = model.new_cache(len(running), capacity, records_experts)
-    hidden = yield from _read(model, running, caches, prompt_part)
-    few_rows, compiled = FewRows(model, packed_bytes), CompiledLayers(model) if compile else None
+@dataclass(frozen=True)
+class DecodingOptions:
+    """How rows are computed. Options change tokens by rounding alone."""
 
-    def chosen(hidden: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    room: int
+    """Rows at a time."""
+    prompt_part: int | None = None
+    """A single prompt is read about this many tokens at a time."""
+    compile: bool = False
+    """Compile the layers for tokens after the prompts."""
+    packed_bytes: float = 0
+    """Memory for packed copies of the weights."""
+    records_experts: bool = False
+
+
+class NextTokens:
+    """Computes the next token of each row of a cache. It must not refer to a `Decoding`: a cycle would keep the cache's memory."""
+
+    def __init__(self, model: Decoder, cache: KVCache, sampling: Sampling, options: DecodingOptions) -> None:
+        self._model, self._cache, self._sampling, self._compile = model, cache, sampling, options.compile
+        self._few_rows = FewRows(model, options.packed_bytes)
+        self._compiled = CompiledLayers(model) if options.compile else None
+
+    def choose(self, hidden: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the ids (B,), and the draws: ids and log-probabilities (B, 2), for the host.
+
+        hidden: (B, D); keys: of the draws, (B, 2), or None for temperature 0.
+        """
         keys = None if keys is None else keys.to(hidden.device, non_blocking=hidden.is_cuda)
-        with few_rows:
-            logits = model.logits(hidden)
-        ids, log_probs = choose(logits, keys, sampling, compile)
+        with self._few_rows:
+            logits = self._model.logits(hidden)
+        ids, log_probs = choose(logits, keys, self._sampling, self._compile)
         return ids, torch.stack((ids.double(), log_probs.double()), 1)  # float64 represents both exactly
 
-    def step(ids: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        with few_rows, compiled or _as_written():  # the model is restored between two steps
-            hidden = model(ids[:, None], cache=caches, return_hidden=True)[:, 0]
-        return chosen(hidden, keys)
+    def __call__(self, ids: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the rows' last tokens, `ids` (B,). Return their next tokens as `choose` does."""
+        with self._few_rows, self._compiled or _as_written():  # the model is restored between two steps
+            hidden = self._model(ids[:, None], cache=self._cache, return_hidden=True)[:, 0]
+        return self.choose(hidden, keys)
 
-    def keys_of(rows: list[RunningRow], ahead: int = 0) -> Tensor | None:
-        if sampling.temperature == 0:
+
+class Decoding:
+    """Fills the completions of rows, at most `options.room` rows at a time.
+
+    A row is in the queue, then in the batch, which has the order of the cache, and between two turns in `waiting`. On a GPU the next
+    step is launched before the host reads a step's tokens. A row that has ended then computes a token too many.
+    """
+
+    _cache: KVCache
+    _next: NextTokens
+    _ids: Tensor  # (B,): the batch's last tokens, which the next step computes
+    _draws: Tensor  # (B, 2): these tokens and their log-probabilities, which the host reads
+
+    def __init__(
+        self,
+        model: Decoder,
+        rows: list[RunningRow],
+        sampling: Sampling,
+        options: DecodingOptions,
+        decode: Decode | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        """waiting: empty; None if a row has a single turn. Raises ValueError for stop texts without `decode`."""
+        if sampling.stop_texts and decode is None:
+            raise ValueError("stop_texts need `decode`, a function from ids to text. Pass decode=tokenizer.decode.")
+        self._model, self._sampling, self._options, self._decode = model, sampling, options, decode
+        self._waiting = Waiting(None, sampling) if waiting is None else waiting
+        self._context = context_length(model.source.config)
+        if self._waiting.has_replies and self._context is not None:
+            for row in rows:
+                row.longest = max(self._context, len(row.prompt) + 1)
+        # Equal prompts and equal lengths are together.
+        self._queue = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt.ids.tolist(), _identity(row.prompt)))
+        self._fits_at_once = len(rows) <= options.room
+        self._batch: list[RunningRow] = []
+        self._graphs: StepGraphs | None = None
+        self._is_late = False
+
+    @torch.no_grad()
+    def steps(self) -> Iterator[dict[int, int]]:
+        """Yield each step's tokens by the rows' places; empty after a part of a prompt."""
+        yield from self._begin()
+        while self._batch or self._queue or self._waiting:
+            on_host, is_ahead = self._launch()
+            places = self._take(on_host())
+            yield {self._batch[i].place: self._batch[i].completion.ids[-1] for i in places}
+            self._end_turns(places, is_ahead)
+            staying = [i for i, row in enumerate(self._batch) if row.continues(self._sampling)]
+            new, replied = self._next_rows(len(staying))
+            self._regroup(staying, len(new) + len(replied))
+            if self._batch and not self._is_late:
+                yield from self._step()
+            yield from self._join(new, replied)
+
+    def _begin(self) -> Iterator[dict[int, int]]:
+        """Read the first rows' prompts, and choose their first tokens."""
+        options, given = self._options, self._waiting.max_given_tokens
+        capacity = len(self._queue[0].prompt) + self._sampling.max_new_tokens + given
+        first, copies = self._queue[: options.room], 2 if given else 1
+        self._batch = world().generate(self._model, first, capacity, options.packed_bytes, copies)
+        self._queue = self._queue[options.room :] if self._batch else []  # none in a plan
+        if not self._batch:
+            return
+        self._cache = self._model.new_cache(len(self._batch), capacity, options.records_experts)
+        hidden = yield from _read(self._model, self._batch, self._cache, options.prompt_part)
+        self._next = NextTokens(self._model, self._cache, self._sampling, options)
+        self._device = hidden.device
+        self._is_late = hidden.is_cuda and not any(rope.depends_on_length for rope in self._model.rotary)
+        if self._is_late and can_record(self._model):
+            self._graphs = StepGraphs(self._next, self._cache)
+        self._ids, self._draws = self._next.choose(hidden, self._keys(self._batch))
+
+    def _keys(self, rows: Sequence[RunningRow], ahead: int = 0) -> Tensor | None:
+        """The keys of the draws after `ahead` more tokens, (B, 2)."""
+        if self._sampling.temperature == 0:
             return None
-        return in_pinned_memory([row.key.at(len(row.sample.ids) + ahead) for row in rows], hidden.device, torch.int32)
+        keys = [row.key.at(len(row.completion.ids) + ahead) for row in rows]
+        return in_pinned_memory(keys, self._device, torch.int32)
 
-    # On a GPU the next step is launched before the host reads a step's tokens. A row that has ended then computes tokens too many.
-    is_late = hidden.is_cuda and not any(rope.depends_on_length for rope in model.rotary)
-    graphs = StepGraphs(step, caches) if is_late and can_record(model) else None
-    ids, answers = chosen(hidden, keys_of(running))
-    while running or waiting or turns:
-        longest = max((row.length for row in running), default=0)
-        if context is not None and longest > context:
-            _say_too_long(context)
-        on_host = _to_host(answers)
-        is_ahead = is_late and any(row.continues(sampling, 1) for row in running)
+    def _launch(self) -> tuple[Callable[[], list[tuple[float, float]]], bool]:
+        """Start to copy the draws to the host, and on a GPU the step after them. Return a function that waits for the copy, and whether
+        there is such a step."""
+        longest = max((row.length for row in self._batch), default=0)
+        if self._context is not None and longest > self._context:
+            _say_too_long(self._context)
+        on_host = _to_host(self._draws)
+        is_ahead = self._is_late and any(row.continues(self._sampling, 1) for row in self._batch)
         if is_ahead:
-            keys = keys_of(running, 1)
-            ids, answers = step(ids, keys) if graphs is None else graphs(ids, keys, longest + 1)
-        now = [(i, one) for i, one in enumerate(on_host()) if running[i].continues(sampling)]
-        for i, one in now:
-            _take(running[i], *one, sampling, decode)
-        yield {running[i].place: running[i].sample.ids[-1] for i, _ in now}
-        for i, row in [(i, running[i]) for i, _ in now if not running[i].continues(sampling)]:
-            if caches.experts is not None:
-                experts = caches.experts[i, : row.length - 1].cpu().numpy().tobytes()
-                row.sample.experts = base64.b64encode(experts).decode()
-            if replies is not None:
+            keys = self._keys(self._batch, 1)
+            if self._graphs is None:
+                self._ids, self._draws = self._next(self._ids, keys)
+            else:
+                self._ids, self._draws = self._graphs(self._ids, keys, longest + 1)
+        return on_host, is_ahead
+
+    def _take(self, draws: list[tuple[float, float]]) -> list[int]:
+        """Add the tokens to the rows that continue. Return the indices of these rows."""
+        places = [i for i, row in enumerate(self._batch) if row.continues(self._sampling)]
+        for i in places:
+            self._batch[i].take(*draws[i], self._sampling, self._decode)
+        return places
+
+    def _end_turns(self, places: list[int], is_ahead: bool) -> None:
+        """Of rows whose turn has ended, keep the recorded experts, and with replies a copy of their part of the cache."""
+        for i in places:
+            row = self._batch[i]
+            if row.continues(self._sampling):
+                continue
+            if self._cache.experts is not None:
+                experts = self._cache.experts[i, : row.length - 1].cpu().numpy().tobytes()
+                row.completion.experts = base64.b64encode(experts).decode()
+            if self._waiting.has_replies:
                 num_kept = row.length - (not is_ahead)
-                turns.add(row, caches.copy_of(i, num_kept) if row.sample.ended else None)
-                running[i] = replace(row, sample=Sample(ended=True))  # until the row leaves the batch
-        left = [i for i, row in enumerate(running) if row.continues(sampling)]
-        busy = len(left) + len(turns)
-        new = waiting[: room - busy] if busy <= room - room // ROOM_PARTS else []
-        waiting = waiting[len(new) :]
-        ready = turns.ready(wait=not left and not new)
-        num_joining = len(new) + len(ready)
-        num_here = len(left) + len(turns) + num_joining
-        shrinks = len(left) < len(running) and (graphs is None or should_shrink(num_here, len(running)))
-        if num_joining or shrinks:
-            if replies is not None and graphs is not None:
-                # Rows that have ended stay in the place of those that wait, because another number of rows is another graph.
-                size, ended = num_here if shrinks else len(running), [i for i in range(len(running)) if i not in left]
-                left += ended[: max(0, size - len(left) - num_joining)]
-            order, remaining = caches.keep(left)
-            running = [running[i] for i in order]
-            ids, answers = ids[remaining], answers[remaining]
-            if len(rows) > room or replies is not None:  # an upper bound of the lengths would outgrow the cache
-                caches.filled = max((row.length - (not is_late) for row in running), default=0)
-        if running and not is_late:
-            if all(_same_frequencies(model, row.length - 1, row.length) for row in running):
-                ids, answers = step(ids, keys_of(running))
-            else:
-                ids, answers = chosen((yield from _read(model, running, caches, prompt_part)), keys_of(running))
-        keeps = [_same_frequencies(model, kept.filled, row.length) for row, kept in ready]
-        new += [row for (row, _), is_kept in zip(ready, keeps, strict=True) if not is_kept]
-        groups = divided(list(compress(ready, keeps)), capacity, PROMPT_TOKENS)
-        for group in filter(None, ([(row, None) for row in new], *groups)):
-            part, joining = caches.part(len(running), len(running) + len(group)), [row for row, _ in group]
-            if kept_parts := [kept for _, kept in group if kept is not None]:
-                part.put(kept_parts)
-                hidden = _last_hidden(model, [row.after(kept.filled) for row, kept in group if kept is not None], part)
-            else:
-                hidden = yield from _read(model, joining, part, prompt_part)
-            caches.join(part)
-            first_ids, first_answers = chosen(hidden, keys_of(joining))
-            ids, answers = torch.cat((ids, first_ids)), torch.cat((answers, first_answers))
-            running = running + joining
+                self._waiting.add(row, self._cache.copy_of(i, num_kept) if row.completion.ended else None)
+                self._batch[i] = replace(row, completion=Completion(ended=True))  # until the row leaves the batch
+
+    def _next_rows(self, num_staying: int) -> tuple[list[RunningRow], list[tuple[RunningRow, KVCache]]]:
+        """Take the rows of the queue that have room, and those that continue after a reply."""
+        room, busy = self._options.room, num_staying + len(self._waiting)
+        new = self._queue[: room - busy] if busy <= room - room // ROOM_PARTS else []
+        self._queue = self._queue[len(new) :]
+        return new, self._waiting.ready(wait=not num_staying and not new)
+
+    def _regroup(self, staying: list[int], num_joining: int) -> None:
+        """Drop the rows that have ended, if rows join, or the batch then shrinks."""
+        num_rows = len(self._batch)
+        num_needed = len(staying) + len(self._waiting) + num_joining
+        shrinks = len(staying) < num_rows and (self._graphs is None or should_shrink(num_needed, num_rows))
+        if not num_joining and not shrinks:
+            return
+        if self._waiting.has_replies and self._graphs is not None:
+            # Rows that have ended stay in the place of those that wait, because another number of rows is another graph.
+            size, ended = num_needed if shrinks else num_rows, [i for i in range(num_rows) if i not in staying]
+            staying = staying + ended[: max(0, size - len(staying) - num_joining)]
+        order, remaining = self._cache.keep(staying)
+        self._batch = [self._batch[i] for i in order]
+        self._ids, self._draws = self._ids[remaining], self._draws[remaining]
+        if not self._fits_at_once or self._waiting.has_replies:  # an upper bound of the lengths would outgrow the cache
+            self._cache.filled = max((row.length - (not self._is_late) for row in self._batch), default=0)
+
+    def _step(self) -> Iterator[dict[int, int]]:
+        """Compute the next tokens of the batch. Its texts are read again if their rotary frequencies change."""
+        rows, keys = self._batch, self._keys(self._batch)
+        if all(_same_frequencies(self._model, row.length - 1, row.length) for row in rows):
+            self._ids, self._draws = self._next(self._ids, keys)
+        else:
+            hidden = yield from _read(self._model, rows, self._cache, self._options.prompt_part)
+            self._ids, self._draws = self._next.choose(hidden, keys)
+
+    def _join(self, new: list[RunningRow], replied: list[tuple[RunningRow, KVCache]]) -> Iterator[dict[int, int]]:
+        """Add rows to the batch, and choose their first tokens. Of rows with a copy, only the tokens after it are computed."""
+        keeps = [_same_frequencies(self._model, kept.filled, row.length) for row, kept in replied]
+        new = [*new, *(row for (row, _), is_kept in zip(replied, keeps, strict=True) if not is_kept)]
+        if new:
+            part = self._part(new)
+            hidden = yield from _read(self._model, new, part, self._options.prompt_part)
+            self._append(new, part, hidden)
+        for group in divided(list(compress(replied, keeps)), self._cache.capacity, PROMPT_TOKENS):
+            rows, copies = zip(*group, strict=True)
+            part = self._part(rows)
+            part.put(copies)
+            texts = [row.after(kept.filled) for row, kept in group]
+            self._append(rows, part, _last_hidden(self._model, texts, part))
+
+    def _part(self, rows: Sequence[RunningRow]) -> KVCache:
+        """The part of the cache behind the batch, for these rows."""
+        return self._cache.part(len(self._batch), len(self._batch) + len(rows))
+
+    def _append(self, rows: Sequence[RunningRow], part: KVCache, hidden: Tensor) -> None:
+        self._cache.join(part)
+        ids, draws = self._next.choose(hidden, self._keys(rows))
+        self._ids, self._draws = torch.cat((self._ids, ids)), torch.cat((self._draws, draws))
+        self._batch = [*self._batch, *rows]
 
 
-def _to_host(answers: Tensor) -> Callable[[], list[tuple[float, float]]]:
+def _to_host(draws: Tensor) -> Callable[[], list[tuple[float, float]]]:
     """Start to copy each row's token and log-probability (B, 2) to the host. Return a function that waits for the copy."""
-    copied = answers.to("cpu", non_blocking=answers.is_cuda)
-    if not answers.is_cuda:
+    copied = draws.to("cpu", non_blocking=draws.is_cuda)
+    if not draws.is_cuda:
         return copied.tolist
     event = torch.cuda.Event()
     event.record()
@@ -329,28 +430,6 @@ def _to_host(answers: Tensor) -> Callable[[], list[tuple[float, float]]]:
         return copied.tolist()
 
     return wait
-
-
-def _take(row: RunningRow, token: float, log_prob: float, sampling: Sampling, decode: Decode | None) -> None:
-    """Add a token to a row."""
-    if log_prob != log_prob or log_prob == float("-inf"):
-        raise FloatingPointError(
-            f"the logits after token {len(row.prompt) + len(row.sample.ids)} are not finite: the weights are not finite, or "
-            "float16 overflows. Check the weights, or set dtype to bfloat16 or float32."
-        )
-    found, token = row.sample, int(token)
-    found.ids.append(token)
-    found.log_probs.append(log_prob)
-    if found.sampled:
-        found.sampled.append(True)
-    found.ended = token in sampling.stop_ids
-    if sampling.stop_texts and not found.ended:
-        assert decode is not None
-        # A token has at least one byte, so the last `longest` tokens contain any stop text that ends here.
-        longest = max(len(text.encode()) for text in sampling.stop_texts)
-        given = found.sampled[: -longest - 5 : -1]  # the latest first
-        tail = decode(found.ids[-(given.index(False) if False in given else longest + 4) :])
-        found.ended = any(text in tail for text in sampling.stop_texts)
 
 
 @cache

@@ -34,7 +34,7 @@ def should_shrink(num_left: int, num_rows: int) -> bool:
 
 
 class StepGraphs:
-    """Runs steps that compute the next ids (B,) and answers (B, 2) from ids (B,) and the draws' keys (B, 2), with the cache."""
+    """Runs steps that compute the next ids (B,) and draws (B, 2) from ids (B,) and the draws' keys (B, 2), with the cache."""
 
     def __init__(self, step: Step, cache: KVCache) -> None:
         rows, device = len(cache.lengths), cache.lengths.device
@@ -42,7 +42,7 @@ class StepGraphs:
         self._ids, self._lengths = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self._shifts = None if cache.shifts is None else torch.zeros_like(self._lengths)
         self._keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
-        self._answers = torch.zeros(rows, 2, dtype=torch.float64, device=device)
+        self._draws = torch.zeros(rows, 2, dtype=torch.float64, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         self._fails = False
@@ -68,7 +68,7 @@ class StepGraphs:
             self._record(*shape)
         cache.lengths = cache.next_lengths = self._lengths[:rows]
         cache.filled = filled
-        return self._ids[:rows], self._answers[:rows]
+        return self._ids[:rows], self._draws[:rows]
 
     def _record(self, rows: int, filled: int, has_keys: bool) -> None:
         current = torch.cuda.current_stream()
@@ -101,5 +101,5 @@ class StepGraphs:
         cache = self._cache
         # As rows of different lengths, which store at their positions. Rows that have ended go on, and stay at the last position.
         cache.lengths, cache.filled, cache.shortest = self._lengths[:rows].clamp(max=filled - 1), filled - 1, -1
-        ids, answers = self._step(self._ids[:rows], self._keys[:rows] if has_keys else None)
-        self._ids[:rows], self._answers[:rows], self._lengths[:rows] = ids, answers, cache.lengths
+        ids, draws = self._step(self._ids[:rows], self._keys[:rows] if has_keys else None)
+        self._ids[:rows], self._draws[:rows], self._lengths[:rows] = ids, draws, cache.lengths

@@ -17,7 +17,7 @@ from lean_ft.data.foreign_fields import is_given
 from lean_ft.data.images import IMAGE_FIELDS, documents_of, images_of, read_image, with_sizes
 from lean_ft.data.sources import read_rows
 from lean_ft.generation.choosing import Sampling
-from lean_ft.generation.decoding import pack_for_answers, sample, sample_numbers, sample_steps
+from lean_ft.generation.decoding import pack_for_generation, sample, sample_numbers, sample_steps
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder, load_model
@@ -95,7 +95,7 @@ def open_model(
     check_own_families(family)
     if adapters:
         load_adapter(model, *adapters)
-    pack_for_answers(model, new_tokens)
+    pack_for_generation(model, new_tokens)
     return model, tokenizer_of(*adapters[:1], folder, images=None if model.vision is None else folder)
 
 

@@ -6,7 +6,7 @@ again, and only the tokens that the copy lacks are computed: the reply, and the 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,9 +14,11 @@ from lean_ft.data.columns import Document
 from lean_ft.generation.choosing import RowKey, Sampling
 from lean_ft.models import KVCache
 
+Decode = Callable[[Sequence[int]], str]
+
 
 @dataclass
-class Sample:
+class Completion:
     """A sampled completion."""
 
     ids: list[int] = field(default_factory=list)
@@ -35,10 +37,10 @@ class Sample:
 class Replies(Protocol):
     """Answers the turns of completions with given tokens, such as the results of tools. `place`: the index of the prompt."""
 
-    def ended(self, place: int, sample: Sample) -> None:
+    def ended(self, place: int, completion: Completion) -> None:
         """A turn has ended: start to work on its reply, in other threads.
 
-        If `sample.ended` is False, the completion has reached a limit and waits for no reply. Do not change `sample`, and copy what
+        If `completion.ended` is False, the completion has reached a limit and waits for no reply. Do not change `completion`, and copy what
         you need after `ready` has returned its reply.
         """
         ...
@@ -58,51 +60,74 @@ class RunningRow:
     place: int  # in the order of the prompts
     prompt: Document
     key: RowKey
-    sample: Sample
+    completion: Completion
     longest: float = math.inf  # tokens of the prompt and the completion
     num_given: int = 0
 
     @property
     def text(self) -> Document:
-        return self.prompt.continued(self.sample.ids) if self.sample.ids else self.prompt
+        return self.prompt.continued(self.completion.ids) if self.completion.ids else self.prompt
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + len(self.sample.ids)
+        return len(self.prompt) + len(self.completion.ids)
 
     def after(self, num_tokens: int) -> Document:
         """The text after the first tokens, which include the prompt."""
-        return Document.of(self.sample.ids[num_tokens - len(self.prompt) :])
+        return Document.of(self.completion.ids[num_tokens - len(self.prompt) :])
 
     def room(self, sampling: Sampling) -> float:
         """The number of tokens until a limit."""
-        num_sampled = len(self.sample.ids) - self.num_given
+        num_sampled = len(self.completion.ids) - self.num_given
         return min(sampling.max_new_tokens - num_sampled, self.longest - self.length)
 
     def continues(self, sampling: Sampling, ahead: int = 0) -> bool:
         """Whether the row needs a token after `ahead` more."""
-        return self.room(sampling) > ahead and not self.sample.ended
+        return self.room(sampling) > ahead and not self.completion.ended
+
+    def take(self, token: float, log_prob: float, sampling: Sampling, decode: Decode | None) -> None:
+        """Append a sampled token. Raises FloatingPointError if its log-probability is not finite."""
+        if log_prob != log_prob or log_prob == float("-inf"):
+            raise FloatingPointError(
+                f"the logits after token {self.length} are not finite: the weights are not finite, or float16 overflows. Check the "
+                "weights, or set dtype to bfloat16 or float32."
+            )
+        completion, token = self.completion, int(token)
+        completion.ids.append(token)
+        completion.log_probs.append(log_prob)
+        if completion.sampled:
+            completion.sampled.append(True)
+        completion.ended = token in sampling.stop_ids
+        if sampling.stop_texts and not completion.ended:
+            assert decode is not None
+            # A token has at least one byte, so the last `longest` tokens contain any stop text that ends here.
+            longest = max(len(text.encode()) for text in sampling.stop_texts)
+            newest = completion.sampled[: -longest - 5 : -1]  # the latest first
+            tail = decode(completion.ids[-(newest.index(False) if False in newest else longest + 4) :])
+            completion.ended = any(text in tail for text in sampling.stop_texts)
 
     def give(self, ids: Sequence[int], sampling: Sampling, max_given_tokens: int) -> bool:
         """Append given tokens. Return whether the row continues; if not, it has reached a limit without them."""
         if not ids:
             raise ValueError(f"the reply to place {self.place} is empty. Give at least one token, or None to end it.")
-        found, found_all = self.sample, self.num_given + len(ids)
-        found.ended = False
-        if found_all > max_given_tokens or not self.continues(sampling) or self.length + len(ids) >= self.longest:
+        completion, num_given = self.completion, self.num_given + len(ids)
+        completion.ended = False
+        if num_given > max_given_tokens or not self.continues(sampling) or self.length + len(ids) >= self.longest:
             return False
-        found.sampled = (found.sampled or [True] * len(found.ids)) + [False] * len(ids)
-        found.ids += ids
-        found.log_probs += [0.0] * len(ids)
-        self.num_given = found_all
+        completion.sampled = (completion.sampled or [True] * len(completion.ids)) + [False] * len(ids)
+        completion.ids += ids
+        completion.log_probs += [0.0] * len(ids)
+        self.num_given = num_given
         return True
 
 
 class Waiting:
     """The rows that wait for a reply, each with its part of the cache."""
 
-    def __init__(self, replies: Replies | None, sampling: Sampling, max_given_tokens: int) -> None:
-        self._replies, self._sampling, self._max_given_tokens = replies, sampling, max_given_tokens
+    def __init__(self, replies: Replies | None, sampling: Sampling, max_given_tokens: int = 0) -> None:
+        """replies: None if rows have a single turn."""
+        self.has_replies, self.max_given_tokens = replies is not None, max_given_tokens
+        self._replies, self._sampling = replies, sampling
         self._rows: dict[int, tuple[RunningRow, KVCache]] = {}
 
     def __len__(self) -> int:
@@ -113,7 +138,7 @@ class Waiting:
         assert self._replies is not None
         if kept is not None:
             self._rows[row.place] = row, kept
-        self._replies.ended(row.place, row.sample)
+        self._replies.ended(row.place, row.completion)
 
     def ready(self, wait: bool) -> list[tuple[RunningRow, KVCache]]:
         """Return the rows that continue after their replies, those with the fewest tokens to compute first."""
@@ -121,7 +146,7 @@ class Waiting:
             return []
         replies = self._replies.ready(wait)
         found = [(given, *self._rows.pop(place)) for place, given in replies.items()]
-        limits = self._sampling, self._max_given_tokens
+        limits = self._sampling, self.max_given_tokens
         rows = [(row, kept) for given, row, kept in found if given is not None and row.give(given, *limits)]
         return sorted(rows, key=lambda one: (one[0].length - one[1].filled, one[0].place))
 

@@ -17,8 +17,9 @@ _MAX_WORK = 2**27  # characters compared to find the merges of a SentencePiece v
 _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
-def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the content of each file by name. Raises ValueError for a tokenizer that lean_ft cannot read."""
+def _checked_values(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of the tokenizer without their prefix, with a score for each token. Raises ValueError for another
+    tokenizer, and for values of the wrong type or number."""
     values = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")}
     model, tokens, types = values.get("model"), values.get("tokens"), values.get("token_type")
     if model not in ("gpt2", "llama", "gemma4"):
@@ -32,8 +33,6 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
         if type(metadata.get(key, kind())) is not kind:
             found = str(metadata[key])[:100]
             raise ValueError(f"{file}: {key} is {found}, which is of the wrong type. Download the file again.")
-    pre = values.get("pre", "default") if model == "gpt2" else None
-    is_bytes = model == "gpt2" and pre != "gemma4"
     scores = values.get("scores") if model == "llama" else [0.0] * len(tokens or ())
     entries: Any
     for key, entries, kind in (("tokens", tokens, str), ("token_type", types, int), ("scores", scores, float)):
@@ -44,7 +43,15 @@ def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[s
                 f"{file}: tokenizer.ggml.{key} has {found}; expected one {kind.__name__} for each of {len(tokens or ())} tokens. "
                 "Download the file again."
             )
-    assert isinstance(tokens, list) and isinstance(types, list) and isinstance(scores, list)
+    return {**values, "scores": scores}
+
+
+def tokenizer_files(file: Path, metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the content of each file by name. Raises ValueError for a tokenizer that lean_ft cannot read."""
+    values = _checked_values(file, metadata)
+    model, tokens, types, scores = (values[name] for name in ("model", "tokens", "token_type", "scores"))
+    pre = values.get("pre", "default") if model == "gpt2" else None
+    is_bytes = model == "gpt2" and pre != "gemma4"
     special = _special_tokens(file, values, tokens)
     named = {values.get(f"{name}_token_id") for name in _SPECIAL.values()}  # used, whatever their type says
     types = [CONTROL if kind == UNUSED and i in named else kind for i, kind in enumerate(types)]

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lean_ft.system.costs import register_cost
+
 if TYPE_CHECKING:
     from lean_ft.models.frozen_weight import Frozen
 
@@ -89,3 +91,6 @@ def _(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dt
 def _num_flops(left: Any, left_scales: Any, right: Any, *args: Any, **kwargs: Any) -> int:
     thin_left = args[3]
     return 2 * left[0] * right[0] * (left[1] + (thin_left[1] if thin_left else 0))
+
+
+register_cost(torch.ops.lean_ft.sum_of_float8_products)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.models.layers import is_on_cuda
+from lean_ft.system.costs import register_cost
 from lean_ft.system.shards import part_of, whole_numel
 
 NF4_BLOCK = 64  # values that share a scale
@@ -166,6 +167,9 @@ def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _empty_dense(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     width = 32 if scales.dtype == torch.uint8 else NF4_BLOCK
     return numbers.new_empty((*scales.shape, width) if numbers.dtype == torch.uint8 else numbers.shape, dtype=dtype)
+
+
+register_cost(torch.ops.lean_ft.expand)
 
 
 @torch.no_grad()

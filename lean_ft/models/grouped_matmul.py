@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lean_ft.system.costs import Cost, Launched, register_cost
+
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 _COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
 HAS_TRITON = _COMPILER is not None and find_spec("triton") is not None
@@ -88,6 +90,16 @@ _OPS = torch.ops.lean_ft
 def _num_flops(*shapes: Any, **_: Any) -> int:
     left_shape, right_shape, _ends = shapes[-3:]
     return 2 * math.prod(left_shape) * right_shape[-1]
+
+
+def _launched(capability: tuple[int, int], rows: Tensor, *_: Tensor) -> Launched:
+    is_pytorchs = rows.dtype == torch.bfloat16 and capability in GROUPED_CAPABILITIES
+    return Launched(2 if is_pytorchs else 1)  # PyTorch's kernel, and its sizes and addresses
+
+
+register_cost(_OPS.grouped_matmul, Cost(_launched, first_factor=0))
+register_cost(_OPS.grouped_outer, Cost(_launched))
+register_cost(_OPS.add_grouped_matmul)
 
 
 def _has_kernel(*operands: Tensor) -> bool:

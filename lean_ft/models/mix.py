@@ -25,6 +25,7 @@ from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import TENSORS, Form, Frozen
 from lean_ft.models.grouped_matmul import HAS_TRITON, add_grouped_matmul, grouped_matmul, grouped_outer
 from lean_ft.models.layers import ACTIVATIONS, is_on_cuda
+from lean_ft.system.costs import register_cost
 
 
 class MixedExperts(torch.autograd.Function):
@@ -203,6 +204,9 @@ def _(rows: Tensor, places: Tensor) -> Tensor:
     return rows.new_empty(len(places), rows.shape[1])
 
 
+register_cost(torch.ops.lean_ft.summed_rows)
+
+
 def _weighed(factors: Tensor, row_weights: Tensor) -> Tensor:
     return (factors * row_weights).to(factors.dtype)
 
@@ -247,6 +251,7 @@ def grouped_activation(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 grouped_activation.register_fake(_results)
+register_cost(torch.ops.lean_ft.grouped_activation)
 
 
 def _gate_and_up(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:

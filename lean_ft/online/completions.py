@@ -3,7 +3,7 @@
 import base64
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,20 +11,19 @@ import torch
 
 from lean_ft.data.columns import Document
 from lean_ft.data.completions import TOKEN_VALUES
+from lean_ft.generation import Completion
 from lean_ft.losses import deviation, generalized_advantages
+from lean_ft.online.episodes import Episode
 
 
 @dataclass
-class Completion:
-    """One completion of a round. Its fields are saved in checkpoints."""
+class Rollout(Completion):
+    """A completion of a round, with its rewards and what training makes of them. Its fields are saved in checkpoints."""
 
-    prompt: int  # its number
-    ids: list[int]
-    log_probs: list[float]  # the sampler's
-    ended: bool
-    reward: float | None
-    rewards: list[float | None]  # of each function
-    text: str
+    prompt: int = 0  # its number
+    reward: float | None = None
+    rewards: list[float | None] = field(default_factory=list)  # of each function
+    text: str = ""
     extras: dict[str, Any] = field(default_factory=dict)  # of `log_extra`, by column
     # Per token: the divergence from the reference, if it is part of the reward.
     divergences: list[float] = field(default_factory=list)
@@ -37,12 +36,20 @@ class Completion:
     # Whether the policy sampled a token that trains. Others are given, such as a tool's result, or belong to an image.
     # Empty: all train.
     trained: list[bool] = field(default_factory=list)
-    experts: str = ""  # with generation.router_replay, as in `Sample`
-    episode: dict[str, Any] = field(default_factory=dict)  # of several turns: `Episode.told`
+    episode: dict[str, Any] = field(default_factory=dict)  # of several turns: `Episode.summary`
     asked: list[int] = field(default_factory=list)  # the prompt's ids if an environment changed them
 
     def __post_init__(self) -> None:
         self.trained = self.trained or [True] * len(self.ids)
+
+    @classmethod
+    def of(cls, completion: Completion, never_trained: frozenset[int], **judged: Any) -> "Rollout":
+        """never_trained: ids; judged: the number of the prompt, and the fields that rewards fill."""
+        if isinstance(completion, Episode):
+            judged |= {"episode": completion.summary, "asked": completion.asked}
+        tokens = zip(completion.ids, completion.sampled or [True] * len(completion.ids), strict=True)
+        judged["trained"] = [sampled and token not in never_trained for token, sampled in tokens]
+        return cls(**{one.name: getattr(completion, one.name) for one in fields(Completion)}, **judged)
 
     def of_tokens(self, values: list[float]) -> list[float]:
         """One value per token: a single value is repeated; zeros if there is none yet."""
@@ -112,35 +119,33 @@ class Completion:
         return replace(document, per_token={**document.per_token, **columns}, per_document=of_document)
 
 
-def documents_of(completions: Sequence[Completion], prompts: Sequence[Document]) -> list[Document]:
+def documents_of(rollouts: Sequence[Rollout], prompts: Sequence[Document]) -> list[Document]:
     """The documents of completions, with the values that any of them has."""
     always = ("counts", "sampled", "advantages")
-    names = [name for name in TOKEN_VALUES if name in always or any(getattr(one, name) for one in completions)]
-    return [one.document_with_values(prompt, names) for one, prompt in zip(completions, prompts, strict=True)]
+    names = [name for name in TOKEN_VALUES if name in always or any(getattr(one, name) for one in rollouts)]
+    return [one.document_with_values(prompt, names) for one, prompt in zip(rollouts, prompts, strict=True)]
 
 
-def differ(completions: Sequence[Completion]) -> bool:
+def differ(rollouts: Sequence[Rollout]) -> bool:
     """Whether the rewards of a prompt's completions differ."""
-    return len({one.reward for one in completions if one.reward is not None}) > 1
+    return len({one.reward for one in rollouts if one.reward is not None}) > 1
 
 
-def round_metrics(completions: Sequence[Completion], num_answers: int) -> dict[str, float]:
-    """Metrics of a round with `num_answers` completions of each prompt."""
-    size = num_answers if num_answers > 1 else len(completions)
-    groups = torch.tensor([math.nan if one.reward is None else one.reward for one in completions]).view(-1, size)
-    num_tokens = sum(one.num_sampled for one in completions)
+def round_metrics(rollouts: Sequence[Rollout], group_size: int) -> dict[str, float]:
+    """Metrics of a round with `group_size` completions of each prompt."""
+    size = group_size if group_size > 1 else len(rollouts)
+    groups = torch.tensor([math.nan if one.reward is None else one.reward for one in rollouts]).view(-1, size)
+    num_tokens = sum(one.num_sampled for one in rollouts)
     told = {
         "reward": float(groups.nanmean()),
         "reward_std": float(deviation(groups, ~groups.isnan(), 1).mean()),
-        "even_groups": float(
-            np.mean([not differ(completions[i : i + size]) for i in range(0, len(completions), size)])
-        ),
-        "completion_length": num_tokens / len(completions),
-        "truncated": sum(not one.ended for one in completions) / len(completions),
+        "even_groups": float(np.mean([not differ(rollouts[i : i + size]) for i in range(0, len(rollouts), size)])),
+        "completion_length": num_tokens / len(rollouts),
+        "truncated": sum(not one.ended for one in rollouts) / len(rollouts),
     }
-    if divergences := [one.divergence for one in completions if one.divergence is not None]:
+    if divergences := [one.divergence for one in rollouts if one.divergence is not None]:
         told["kl"] = sum(divergences) / max(1, num_tokens)
-    if episodes := [one.episode for one in completions if one.episode]:
+    if episodes := [one.episode for one in rollouts if one.episode]:
         calls = sum(one["calls"] for one in episodes)
         told["turns"] = sum(one["turns"] for one in episodes) / len(episodes)
         told["tool_calls"] = calls / len(episodes)

@@ -54,18 +54,18 @@ class OnPolicy:
             stop_ids=stop_ids(self._model, self._tokenizer),
         )
         # All prompts of the step at once, so that micro-batches do not change the completions.
-        answers = [self._known(answer.ids) for answer in sample(self._model, prompts, sampling)]
-        texts = [(prompt, answer[:most]) for prompt, answer, most in zip(prompts, answers, room, strict=True)]
+        completions = [self._known(one.ids) for one in sample(self._model, prompts, sampling)]
+        texts = [(prompt, ids[:most]) for prompt, ids, most in zip(prompts, completions, room, strict=True)]
         ends_at = np.cumsum([len(of_batch) for of_batch in asked]).tolist()
         own = [texts[end - len(of_batch) : end] for of_batch, end in zip(asked, ends_at, strict=True)]
         return [self._batch(mine) if mine else batch for mine, batch in zip(own, micro_batches, strict=True)]
 
-    def _known(self, answer: list[int]) -> list[int]:
+    def _known(self, ids: list[int]) -> list[int]:
         """Return the completion up to the first id without a token: the student's vocabulary may be padded."""
-        return list(takewhile(lambda token: token < self._tokenizer.vocab_size, answer))
+        return list(takewhile(lambda token: token < self._tokenizer.vocab_size, ids))
 
     def _batch(self, texts: list[tuple[Document, list[int]]]) -> Batch:
         never = frozenset[int]().union(*(kind.never_trained for kind in texts[0][0].kinds))
-        documents = [prompt.continued(answer, [token not in never for token in answer]) for prompt, answer in texts]
+        documents = [prompt.continued(ids, [token not in never for token in ids]) for prompt, ids in texts]
         kind = "padded" if self._data.packing == "none" else "flat"
         return batch_of(documents, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)

@@ -32,7 +32,7 @@ import torch
 from lean_ft.data import Prompt
 from lean_ft.data.columns import Document
 from lean_ft.frozen.reward_model import JudgingModel
-from lean_ft.generation import Sample
+from lean_ft.generation import Completion
 from lean_ft.hub.paths import repository_name
 from lean_ft.models.device import resolve_device
 from lean_ft.online.episodes import Episode
@@ -129,7 +129,7 @@ def check_rewards(settings: Sequence[Reward | str]) -> None:
 
 
 class Rewards:
-    """`score(prompts, samples)`: the rewards of N completions. Set `run` for `trainer_state` and `log_metric`."""
+    """`score(prompts, completions)`: the rewards of N completions. Set `run` for `trainer_state` and `log_metric`."""
 
     run: Run | None = None
 
@@ -147,15 +147,15 @@ class Rewards:
                 own = one.model is not None
                 self._functions.append(JudgingModel(one.name, device, tokenizer) if own else _load(one))
 
-    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
-        """prompts, samples: N of each. Raises TrainingFailed, with the row's place, if a function raises or exits, or
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scores:
+        """prompts, completions: N of each. Raises TrainingFailed, with the row's place, if a function raises or exits, or
         returns anything but a finite number or None for each completion."""
-        return self._ranks.on_rank_zero(lambda: self._judged(prompts, samples))
+        return self._ranks.on_rank_zero(lambda: self._judged(prompts, completions))
 
-    def _judged(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Scores:
-        texts = [self._text(one) for one in samples]
-        episodes = [one for one in samples if isinstance(one, Episode)]
-        asked = {i: one for i, one in enumerate(samples) if isinstance(one, Episode) and one.asked}
+    def _judged(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scores:
+        texts = [self._text(one) for one in completions]
+        episodes = [one for one in completions if isinstance(one, Episode)]
+        asked = {i: one for i, one in enumerate(completions) if isinstance(one, Episode) and one.asked}
         extras = defaultdict[str, list[Any]](list)
 
         def log_extra(column: str, values: Iterable[Any]) -> None:
@@ -166,16 +166,16 @@ class Rewards:
             "prompts": [asked[i].prompt if i in asked else prompt.asked for i, prompt in enumerate(prompts)],
             "completions": [
                 text if isinstance(prompt.asked, str) else _messages(one, text)
-                for prompt, one, text in zip(prompts, samples, texts, strict=True)
+                for prompt, one, text in zip(prompts, completions, texts, strict=True)
             ],
             "prompt_ids": [asked[i].asked if i in asked else prompt.ids for i, prompt in enumerate(prompts)],
-            "completion_ids": [one.ids for one in samples],
-            "ended": [one.ended for one in samples],
+            "completion_ids": [one.ids for one in completions],
+            "ended": [one.ended for one in completions],
             "log_extra": log_extra,
         }
         if any(one.environment is not None for one in episodes):
             given["environments"] = [one.environment for one in episodes]
-        if len(episodes) == len(samples):
+        if len(episodes) == len(completions):
             given["environment_reward"] = own = [one.reward for one in episodes]
             is_read = self._ignores_environment or "environment" in [one.name for one in self._settings]
             if own != [None] * len(own) and not is_read:
@@ -186,7 +186,7 @@ class Rewards:
         for name in {name for prompt in prompts for name in prompt.columns} - {*GIVEN, *given}:
             given[name] = [prompt.columns.get(name) for prompt in prompts]
         with without_os_exit():
-            columns = self._columns(prompts, samples, given, texts)
+            columns = self._columns(prompts, completions, given, texts)
         for column, values in extras.items():
             if len(values) != len(prompts):
                 raise TrainingFailed(
@@ -200,21 +200,21 @@ class Rewards:
             totals.append(sum(judged) if judged else None)
         return Scores(totals, each, texts, extras)
 
-    def _text(self, one: Sample) -> str:
+    def _text(self, one: Completion) -> str:
         """The text of a completion; of several turns, that of the last one."""
         if isinstance(one, Episode):
             return next((said["content"] for said in reversed(one.messages) if said["role"] == "assistant"), "")
         return self._tokenizer.decode(one.ids, skip_special_tokens=True)
 
     def _columns(
-        self, prompts: Sequence[Prompt], samples: Sequence[Sample], given: dict[str, Any], texts: list[str]
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], given: dict[str, Any], texts: list[str]
     ) -> list[list[float | None]]:
         """Call the functions one after another. Those that are async then run concurrently."""
         documents = [
             Document.of(one.asked) if isinstance(one, Episode) and one.asked else prompt.text
-            for prompt, one in zip(prompts, samples, strict=True)
+            for prompt, one in zip(prompts, completions, strict=True)
         ]
-        sampled_ids = [list(compress(one.ids, one.sampled)) if one.sampled else one.ids for one in samples]
+        sampled_ids = [list(compress(one.ids, one.sampled)) if one.sampled else one.ids for one in completions]
         names, calls, found = [one.name for one in self._settings], [], list[Any]()
         seed = zlib.crc32(repr(given["completion_ids"]).encode())  # by round, so that a resumed run has it too
         for one, function in zip(self._settings, self._functions, strict=True):
@@ -258,7 +258,7 @@ class Rewards:
         return f"a round of {len(prompts)} answers, but at no single answer (the first prompt is {prompts[0].place})"
 
 
-def _messages(one: Sample, text: str) -> list[dict[str, Any]]:
+def _messages(one: Completion, text: str) -> list[dict[str, Any]]:
     return one.messages if isinstance(one, Episode) else [{"role": "assistant", "content": text}]
 
 

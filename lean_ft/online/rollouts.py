@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import Any, Generic, TypeVar
 
@@ -29,15 +30,16 @@ from lean_ft.data.columns import Document
 from lean_ft.data.completions import SampledCompletions
 from lean_ft.data.largest import full_document
 from lean_ft.data.pairs import PreferencePairs
-from lean_ft.generation import Sample
+from lean_ft.generation import Completion
 from lean_ft.losses import AnswerTokens, advantages, whitened
-from lean_ft.online.completions import Completion, differ, documents_of, round_metrics, why_untrained
+from lean_ft.online.completions import Rollout, differ, documents_of, round_metrics, why_untrained
 from lean_ft.online.episodes import Episode
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.online.sampler import Sampler
 from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.system.world import world
 
 BatchT = TypeVar("BatchT", bound=Batch)
 
@@ -66,28 +68,29 @@ class Rounds(Generic[BatchT]):
         self._shares_prompts, self.kinds = share_prompts, prompts[0].text.kinds
         self._never_trained = frozenset[int]().union(*(kind.never_trained for kind in self.kinds))
         self.report, self.fingerprint = prompts.report, prompts.fingerprint
-        self.num_answers = per_step * generation.steps_per_round * self.answers_in_a_row
-        if self.num_answers % generation.num_answers:
+        self.num_completions = per_step * generation.steps_per_round * self.completions_in_a_row
+        if self.num_completions % generation.num_answers:
             whole = cfg.batches_of_a_round
             number = math.ceil(cfg.gradient_accumulation_steps / whole) * whole
             raise ValueError(
                 f"a round has batch_size={cfg.batch_size} x gradient_accumulation_steps={cfg.gradient_accumulation_steps} x "
-                f"generation.steps_per_round={generation.steps_per_round} = {self.num_answers} completions, which is not a "
+                f"generation.steps_per_round={generation.steps_per_round} = {self.num_completions} completions, which is not a "
                 f"multiple of generation.num_answers={generation.num_answers}. Set gradient_accumulation_steps={number}, or change "
                 "batch_size."
             )
-        self.num_prompts = self.num_answers // generation.num_answers
+        self.num_prompts = self.num_completions // generation.num_answers
         self._steps = generation.steps_per_round * generation.passes
         self._place = self._round = 0
         self._step = self._steps  # steps done in the round; no round has begun
-        self._answers: list[Completion] = []
-        self._known: dict[int, dict[str, list[float]]] = {}  # token values of each completion, before the first update
+        self._rollouts: list[Rollout] = []
+        self._token_values: dict[int, dict[str, list[float]]] = {}  # of each completion, before the first update
         self._told = set[str]()  # reasons why a round trained nothing
         self._sampling_seconds: float | None = None  # of the round, until it is logged
-        self._ahead: Callable[[], list[Sample]] | None = None  # waits for the first completions of the next round
+        self._ahead: Callable[[], list[Completion]] | None = None  # waits for the first completions of the next round
+        self._observer = world().observer
 
     @property
-    def answers_in_a_row(self) -> int:
+    def completions_in_a_row(self) -> int:
         """Completions that make a row of a batch."""
         return 1
 
@@ -95,7 +98,7 @@ class Rounds(Generic[BatchT]):
     def batches_per_epoch(self) -> int:
         """Micro-batches, including further passes over the same completions."""
         generation = self._cfg.generation
-        rows = len(self._prompts) * generation.num_answers * generation.passes / self.answers_in_a_row
+        rows = len(self._prompts) * generation.num_answers * generation.passes / self.completions_in_a_row
         return math.ceil(rows / self._cfg.batch_size)
 
     # A round ------------------------------------------------------------------------------------------------------
@@ -105,25 +108,28 @@ class Rounds(Generic[BatchT]):
         """Whether the next step needs a new round."""
         return self._step == self._steps
 
-    def sample(self, answer: Callable[[list[Prompt], int], list[Sample]], score: Rewards) -> None:
+    def sample(self, answer: Callable[[list[Prompt], int], list[Completion]], score: Rewards) -> None:
         """Fill the next round. `answer`: a `Sampler`, or, without `generation.ahead`, a function of prompts and a seed.
 
         All sampled tokens of a completion are trained, except those around images, or none: without a reward, or if cut with
         `loss.mask_truncated`.
         """
+        self._observer.sample(self, self._cfg, answer, partial(self._fill, answer, score))
+
+    def _fill(self, answer: Callable[[list[Prompt], int], list[Completion]], score: Rewards) -> None:
         started = time.perf_counter()
         seed, attempts = (self._cfg.seed % 2**31 << 32) + self._round, self._cfg.generation.most_attempts
-        self._answers, even = [], list[Completion]()
-        while len(self._answers) < self.num_answers and attempts:
+        self._rollouts, even = [], list[Rollout]()
+        while len(self._rollouts) < self.num_completions and attempts:
             attempts -= 1
-            numbers, asked = self._ask(self.num_answers - len(self._answers))
-            answers = answer(asked, seed) if self._ahead is None else self._ahead()
+            numbers, asked = self._ask(self.num_completions - len(self._rollouts))
+            completions = answer(asked, seed) if self._ahead is None else self._ahead()
             self._ahead = None
-            even += self._add(numbers, answers, score(asked, answers))
-        self._answers += even[: self.num_answers - len(self._answers)]
-        for one in self._answers:
-            one.counts = [sampled and self._counts(one) for sampled in one.trained]
-        trains = any(self._counts(one) for one in self._answers)
+            even += self._add(numbers, completions, score(asked, completions))
+        self._rollouts += even[: self.num_completions - len(self._rollouts)]
+        for rollout in self._rollouts:
+            rollout.counts = [trained and self._counts(rollout) for trained in rollout.trained]
+        trains = any(self._counts(one) for one in self._rollouts)
         if (why := why_untrained(self.metrics(), trains, self._has_values)) and why not in self._told:
             self._told.add(why)
             told = f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported."
@@ -131,42 +137,44 @@ class Rounds(Generic[BatchT]):
         if self._cfg.generation.ahead:
             if not isinstance(answer, Sampler):
                 raise ValueError("generation.ahead=1 needs a Sampler as `answer`. Pass one, or set generation.ahead=0.")
-            self._ahead = answer.ahead(self._ask(self.num_answers)[1], seed + 1)
+            self._ahead = answer.ahead(self._ask(self.num_completions)[1], seed + 1)
         self._sampling_seconds = time.perf_counter() - started
 
-    def _ask(self, num_answers: int) -> tuple[list[int], list[Prompt]]:
+    def _ask(self, num_completions: int) -> tuple[list[int], list[Prompt]]:
         """The numbers of the next prompts, and these prompts, each repeated for its completions."""
-        numbers = self._prompts.take(self._place, num_answers // self._cfg.generation.num_answers)
+        numbers = self._prompts.take(self._place, num_completions // self._cfg.generation.num_answers)
         return numbers, [self._prompts[one] for one in numbers for _ in range(self._cfg.generation.num_answers)]
 
-    def _add(self, asked: list[int], samples: Sequence[Sample], scores: Scores) -> list[Completion]:
+    def _add(self, asked: list[int], completions: Sequence[Completion], scores: Scores) -> list[Rollout]:
         """Add completions with their rewards. Return those of prompts that dynamic sampling replaces."""
         size = self._cfg.generation.num_answers
-        answers = [
-            Completion(asked[i // size], one.ids, one.log_probs, one.ended, total, scores.each[i], scores.texts[i])
-            for i, (one, total) in enumerate(zip(samples, scores.totals, strict=True))
+        rollouts = [
+            Rollout.of(
+                completion,
+                self._never_trained,
+                prompt=asked[i // size],
+                reward=scores.totals[i],
+                rewards=scores.each[i],
+                text=scores.texts[i],
+                extras={column: values[i] for column, values in scores.extras.items()},
+            )
+            for i, completion in enumerate(completions)
         ]
-        for i, answer in enumerate(answers):
-            answer.extras = {column: values[i] for column, values in scores.extras.items()}
-            answer.experts = samples[i].experts
-            sampled = zip(answer.ids, samples[i].sampled or answer.trained, strict=True)
-            answer.trained = [own and token not in self._never_trained for token, own in sampled]
-            if isinstance(one := samples[i], Episode):
-                answer.episode, answer.asked = one.told, one.asked
         self._place += len(asked)
         even = []
-        for start in range(0, len(answers), size):
-            group = answers[start : start + size]
-            (self._answers if differ(group) or self._cfg.generation.most_attempts == 1 else even).extend(group)
+        for start in range(0, len(rollouts), size):
+            group = rollouts[start : start + size]
+            (self._rollouts if differ(group) or self._cfg.generation.most_attempts == 1 else even).extend(group)
         return even
 
-    def _asked_of(self, answer: Completion) -> Document:
+    def _asked_of(self, rollout: Rollout) -> Document:
         """The completion's prompt."""
-        return Document.of(answer.asked) if answer.asked else self._prompts[answer.prompt].text
+        return Document.of(rollout.asked) if rollout.asked else self._prompts[rollout.prompt].text
 
     def begin(self) -> None:
         """Compute the advantages. Then `take` returns batches."""
-        self._work_out()
+        if self._rollouts:  # a plan has none
+            self._work_out()
         self._step = 0
         self._round += 1
 
@@ -175,13 +183,13 @@ class Rounds(Generic[BatchT]):
         number = self._cfg.gradient_accumulation_steps
         first = self._step % self._cfg.generation.steps_per_round * number
         self._step += 1
-        return self._batches(first, first + number)
+        return self._observer.round_batches(partial(self._batches, first, first + number), self.largest, number)
 
     # Overridden by subclasses --------------------------------------------------------------------
 
-    def _counts(self, answer: Completion) -> bool:
+    def _counts(self, rollout: Rollout) -> bool:
         """Return whether the completion's tokens are trained."""
-        return answer.reward is not None
+        return rollout.reward is not None
 
     def _work_out(self) -> None:
         """Compute advantages, before the first step of a round."""
@@ -203,18 +211,18 @@ class Rounds(Generic[BatchT]):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the current round."""
-        if not self._answers:
+        if not self._rollouts:
             return {}
-        found = round_metrics(self._answers, self._cfg.generation.num_answers)
+        found = round_metrics(self._rollouts, self._cfg.generation.num_answers)
         if self._sampling_seconds is not None:
             found["sampling_seconds"], self._sampling_seconds = self._sampling_seconds, None
         return found
 
     def shown(self, count: int) -> list[dict[str, Any]]:
         """A few completions of the round, from as many prompts as possible, for samples.jsonl."""
-        step = max(1, len(self._answers) // count)
-        columns = dict.fromkeys(column for answer in self._answers for column in answer.extras)
-        return [one.shown(self._prompts[one.prompt].asked, columns) for one in self._answers[::step][:count]]
+        step = max(1, len(self._rollouts) // count)
+        columns = dict.fromkeys(column for rollout in self._rollouts for column in rollout.extras)
+        return [one.shown(self._prompts[one.prompt].asked, columns) for one in self._rollouts[::step][:count]]
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -224,8 +232,8 @@ class Rounds(Generic[BatchT]):
             "place": self._place,
             "round": self._round,
             "step": None if self.used_up else self._step,
-            "answers": [] if self.used_up else [dict(vars(answer)) for answer in self._answers],
-            "ahead": [] if self._ahead is None else [dict(vars(sample)) for sample in self._ahead()],
+            "answers": [] if self.used_up else [dict(vars(rollout)) for rollout in self._rollouts],
+            "ahead": [] if self._ahead is None else [dict(vars(completion)) for completion in self._ahead()],
             **self._sizes(),
         }
 
@@ -239,8 +247,8 @@ class Rounds(Generic[BatchT]):
                 )
         self._place, self._round = state["place"], state["round"]
         self._step = self._steps if state["step"] is None else state["step"]
-        self._answers = [Completion(**answer) for answer in state["answers"]]
-        ahead = [(Episode if "turns" in one else Sample)(**one) for one in state.get("ahead") or ()]
+        self._rollouts = [Rollout(**fields) for fields in state["answers"]]
+        ahead = [(Episode if "turns" in one else Completion)(**one) for one in state.get("ahead") or ()]
         self._ahead = (lambda: ahead) if ahead else None
 
     def _sizes(self) -> dict[str, Any]:
@@ -277,7 +285,9 @@ class Rollouts(Rounds[PolicyBatch]):
         beforehand."""
         if not self.looks_back:
             return []
-        return self._batches(0, self.num_answers // self._cfg.batch_size)
+        # All are alike, and a plan counts one of them.
+        make = partial(self._batches, 0, self.num_completions // self._cfg.batch_size)
+        return self._observer.round_batches(make, self.largest, 1)
 
     def remember(
         self, batch: PolicyBatch, now: AnswerTokens, reference: Tensor | None, values: Tensor | None = None
@@ -287,53 +297,53 @@ class Rollouts(Rounds[PolicyBatch]):
         reference (G, A): the reference's log-probabilities, if the divergence is part of the reward; values (G, A): the
         value model's predictions, with a value model.
         """
-        told = {"old": now.log_probs.tolist(), "entropies": now.entropies.tolist()}
-        told |= {} if reference is None else {"divergences": (now.log_probs - reference).tolist()}
-        told |= {} if values is None else {"values": values.tolist()}
+        if not self._rollouts:  # in a plan, whose batches are of no round
+            return
+        values_of = {"old": now.log_probs.tolist(), "entropies": now.entropies.tolist()}
+        values_of |= {} if reference is None else {"divergences": (now.log_probs - reference).tolist()}
+        values_of |= {} if values is None else {"values": values.tolist()}
         for row, i in enumerate(batch.answers):
-            length = len(self._answers[i].ids)
-            self._known[i] = {name: rows[row][:length] for name, rows in told.items()}
+            length = len(self._rollouts[i].ids)
+            self._token_values[i] = {name: rows[row][:length] for name, rows in values_of.items()}
 
-    def _take_what_is_known(self) -> list[list[float]]:
+    def _take_token_values(self) -> list[list[float]]:
         """Merge the stored token values of all ranks into the completions. Return the entropies of their tokens."""
-        for known in self._ranks.on_every_rank(lambda: self._known):
-            self._known = self._known | known
-        entropies = []
-        for i, answer in enumerate(self._answers):
-            known = self._known.pop(i)
-            entropies.append(known.pop("entropies"))
-            vars(answer).update(known)
+        for values in self._ranks.on_every_rank(lambda: self._token_values):
+            self._token_values = self._token_values | values
+        stored = [self._token_values.pop(i) for i in range(len(self._rollouts))]
+        entropies = [values.pop("entropies") for values in stored]
+        self._rollouts = [replace(one, **values) for one, values in zip(self._rollouts, stored, strict=True)]
         return entropies
 
-    def _counts(self, answer: Completion) -> bool:
+    def _counts(self, rollout: Rollout) -> bool:
         loss = self._cfg.group(PPOLossConfig) or self._cfg.needed(PolicyLossConfig)
-        return answer.reward is not None and (answer.ended or not loss.mask_truncated)
+        return rollout.reward is not None and (rollout.ended or not loss.mask_truncated)
 
     def _work_out(self) -> None:
         loss, size = self._cfg.needed(PolicyLossConfig), self._cfg.generation.num_answers
         if self.looks_back:
-            entropies = self._take_what_is_known()
+            entropies = self._take_token_values()
             if loss.entropy_share < 1:
                 self._mark_uncertain(entropies, loss.entropy_share)
         worth = [
-            math.nan if answer.reward is None else answer.reward - loss.kl_weight * (answer.divergence or 0.0)
-            for answer in self._answers
+            math.nan if one.reward is None else one.reward - loss.kl_weight * (one.divergence or 0.0)
+            for one in self._rollouts
         ]
         # In float64: if only a divergence differs, float32 would round it to 1e-7 of the reward that it is added to.
         exact = torch.tensor(worth, dtype=torch.float64).view(-1, size)
         above = advantages(exact, loss.advantage_of_loss).flatten().tolist()
-        for answer, value in zip(self._answers, above, strict=True):
-            answer.advantages = [value]
+        for rollout, value in zip(self._rollouts, above, strict=True):
+            rollout.advantages = [value]
 
     def _mark_uncertain(self, entropies: list[list[float]], share: float) -> None:
         """Keep the policy loss of this share of a round's tokens, those with the highest entropy.
 
         Denominators and the divergence from the reference stay those of all tokens. Wang et al. 2025, arXiv:2506.01939.
         """
-        counted = [e for own, one in zip(entropies, self._answers, strict=True) for e in compress(own, one.counts)]
+        counted = [e for own, one in zip(entropies, self._rollouts, strict=True) for e in compress(own, one.counts)]
         threshold = float(np.quantile(counted or [0.0], 1 - share))  # a checkpoint takes no numpy bool
-        for answer, own in zip(self._answers, entropies, strict=True):
-            answer.uncertain = [entropy >= threshold for entropy in own]
+        for rollout, of_tokens in zip(self._rollouts, entropies, strict=True):
+            rollout.uncertain = [entropy >= threshold for entropy in of_tokens]
 
     # Batches ------------------------------------------------------------------------------------------------------
 
@@ -341,14 +351,14 @@ class Rollouts(Rounds[PolicyBatch]):
         return [self._batch(i * self._cfg.batch_size) for i in range(first, end)]
 
     def _batch(self, first: int) -> PolicyBatch:
-        answers = self._answers[first : first + self._cfg.batch_size]
-        return self._policy_batch(answers, list(map(self._asked_of, answers)), first)
+        rollouts = self._rollouts[first : first + self._cfg.batch_size]
+        return self._policy_batch(rollouts, list(map(self._asked_of, rollouts)), first)
 
-    def _policy_batch(self, answers: Sequence[Completion], prompts: Sequence[Document], first: int) -> PolicyBatch:
+    def _policy_batch(self, rollouts: Sequence[Rollout], prompts: Sequence[Document], first: int) -> PolicyBatch:
         """The batch of the completions numbered from `first` on."""
-        group, documents = self._cfg.generation.num_answers, documents_of(answers, prompts)
+        group, documents = self._cfg.generation.num_answers, documents_of(rollouts, prompts)
         shares = [
-            i > 0 and (first + i) % group > 0 and one.asked == answers[i - 1].asked for i, one in enumerate(answers)
+            i > 0 and (first + i) % group > 0 and one.asked == rollouts[i - 1].asked for i, one in enumerate(rollouts)
         ]
         shared = [len(prompt) * shares[i] for i, prompt in enumerate(prompts)]
         batch = batch_of(
@@ -360,18 +370,27 @@ class Rollouts(Rounds[PolicyBatch]):
             shared=np.array(shared) if self._shares_prompts else None,
         )
         assert isinstance(batch, PolicyBatch)
-        return replace(batch, answers=range(first, first + len(answers)))
+        return replace(batch, answers=range(first, first + len(rollouts)))
 
     def largest(self) -> PolicyBatch:
         size, group, new = self._cfg.batch_size, self._cfg.generation.num_answers, self._cfg.completion_tokens
         # The micro-batch with completions of the most groups has the most prompts.
-        first = max(range(0, self.num_answers, size), key=lambda first: (first + size - 1) // group - first // group)
+        first = max(
+            range(0, self.num_completions, size), key=lambda first: (first + size - 1) // group - first // group
+        )
         zeros = [0.0] * new
-        answer = Completion(0, [0] * new, zeros, True, 0.0, [], "", counts=[True] * new, advantages=zeros)
-        answer.old = zeros if self.looks_back else []
-        answer.values = answer.returns = zeros if self._has_values else []
+        predicted = zeros if self._has_values else []
+        rollout = Rollout(
+            [0] * new,
+            zeros,
+            counts=[True] * new,
+            advantages=zeros,
+            old=zeros if self.looks_back else [],
+            values=predicted,
+            returns=predicted,
+        )
         return self._policy_batch(
-            [answer] * size, [self._full_prompt((first + i) // group) for i in range(size)], first
+            [rollout] * size, [self._full_prompt((first + i) // group) for i in range(size)], first
         )
 
 
@@ -387,10 +406,10 @@ class ValuedRollouts(Rollouts):
 
     def _work_out(self) -> None:
         loss = self._cfg.needed(PPOLossConfig)
-        self._take_what_is_known()
-        for answer in self._answers:
-            answer.estimate_advantages(loss.kl_weight, loss.gamma, loss.gae_lambda)
-        places = [(one, i) for one in self._answers for i, counts in enumerate(one.counts) if counts]
+        self._take_token_values()
+        for rollout in self._rollouts:
+            rollout.estimate_advantages(loss.kl_weight, loss.gamma, loss.gae_lambda)
+        places = [(one, i) for one in self._rollouts for i, counts in enumerate(one.counts) if counts]
         if places:
             even = whitened(torch.tensor([one.advantages[i] for one, i in places])).tolist()
             for (one, i), value in zip(places, even, strict=True):
@@ -403,31 +422,31 @@ class PairRollouts(Rounds[PairBatch]):
     unit = "pairs"
 
     @property
-    def answers_in_a_row(self) -> int:
+    def completions_in_a_row(self) -> int:
         return self._cfg.generation.num_answers
 
     def _batches(self, first: int, end: int) -> list[PairBatch]:
         size, rows = self._cfg.generation.num_answers, self._cfg.batch_size
         pairs = []
         for start in range(first * rows * size, end * rows * size, size):
-            judged = [one for one in self._answers[start : start + size] if self._counts(one) and one.num_sampled]
+            judged = [one for one in self._rollouts[start : start + size] if self._counts(one) and one.num_sampled]
             best = max(judged, key=lambda one: one.reward or 0.0, default=None)
             worst = min(judged, key=lambda one: one.reward or 0.0, default=None)
             if best is not None and worst is not None and best.reward != worst.reward:
                 pairs.append((best, worst))
         if not pairs:  # the step still runs, without targets
-            one = self._answers[first * rows * size]
+            one = self._rollouts[first * rows * size]
             return [self._batch([(one, one)]).without_targets()]
         return [self._batch(pairs[i : i + rows]) for i in range(0, len(pairs), rows)]
 
-    def _batch(self, pairs: Sequence[tuple[Completion, Completion]]) -> PairBatch:
-        answers = [one for pair in pairs for one in pair]
-        return self._pair_batch(answers, list(map(self._asked_of, answers)))
+    def _batch(self, pairs: Sequence[tuple[Rollout, Rollout]]) -> PairBatch:
+        rollouts = [one for pair in pairs for one in pair]
+        return self._pair_batch(rollouts, list(map(self._asked_of, rollouts)))
 
-    def _pair_batch(self, answers: Sequence[Completion], prompts: Sequence[Document]) -> PairBatch:
-        """answers: the chosen completion of each pair before the rejected one, which shares its prompt."""
-        documents = [one.document(prompt) for one, prompt in zip(answers, prompts, strict=True)]
-        shares = [i % 2 == 1 and one.asked == answers[i - 1].asked for i, one in enumerate(answers)]
+    def _pair_batch(self, rollouts: Sequence[Rollout], prompts: Sequence[Document]) -> PairBatch:
+        """rollouts: the chosen completion of each pair before the rejected one, which shares its prompt."""
+        documents = [one.document(prompt) for one, prompt in zip(rollouts, prompts, strict=True)]
+        shares = [i % 2 == 1 and one.asked == rollouts[i - 1].asked for i, one in enumerate(rollouts)]
         shared = [len(prompt) * shares[i] for i, prompt in enumerate(prompts)]
         batch = batch_of(
             documents,
@@ -442,6 +461,6 @@ class PairRollouts(Rounds[PairBatch]):
         return batch
 
     def largest(self) -> PairBatch:
-        answer = Completion(0, [0] * self._cfg.completion_tokens, [], True, 0.0, [], "")
+        rollout = Rollout([0] * self._cfg.completion_tokens)
         size = 2 * self._cfg.batch_size
-        return self._pair_batch([answer] * size, [self._full_prompt(i // 2) for i in range(size)])
+        return self._pair_batch([rollout] * size, [self._full_prompt(i // 2) for i in range(size)])

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from lean_ft.data import Prompt
-from lean_ft.generation import Sample, Sampling, sample, sample_numbers, stop_ids
+from lean_ft.generation import Completion, Sampling, sample, sample_numbers, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.online.episodes import Episodes, Round
 from lean_ft.online.rewards import Rewards
@@ -62,22 +62,22 @@ class Sampler:
                 "with `leanft cp`, or remove tools and environment."
             )
         self._episodes = episodes if cfg.has_turns else None
-        self._under_way: Future[list[Sample]] | None = None  # a round that is sampled ahead
+        self._under_way: Future[list[Completion]] | None = None  # a round that is sampled ahead
 
     @cached_property
     def _server(self) -> Server | None:
         kind = SERVERS.get(self._generation.engine)
         return kind and kind(self._generation.engine_url, self._server_folder)
 
-    def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Sample]:
+    def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Completion]:
         """seed: of the round. Raises as `lean_ft.generation.sample`, `Round` and `Server` do."""
         self._begin(seed)
-        return self._answers(prompts, seed, None, self._episodes)
+        return self._completions(prompts, seed, None, self._episodes)
 
-    def ahead(self, prompts: Sequence[Prompt], seed: int) -> Callable[[], list[Sample]]:
+    def ahead(self, prompts: Sequence[Prompt], seed: int) -> Callable[[], list[Completion]]:
         """Sample with the present weights in another thread. Return a function that waits for the completions."""
         self._begin(seed)
-        self._under_way = in_thread(partial(self._answers, prompts, seed, None, self._episodes))
+        self._under_way = in_thread(partial(self._completions, prompts, seed, None, self._episodes))
         return self._under_way.result
 
     def _begin(self, seed: int | None = None) -> None:
@@ -88,13 +88,13 @@ class Sampler:
         if self._episodes is not None and seed is not None:
             self._episodes.results.begin(seed % 2**32)
 
-    def first_turns(self, prompts: Sequence[Prompt], seed: int) -> list[Sample]:
+    def first_turns(self, prompts: Sequence[Prompt], seed: int) -> list[Completion]:
         """The completions up to the first call or observation. For plans, which run no tools."""
-        return self._answers(prompts, seed, None, None)
+        return self._completions(prompts, seed, None, None)
 
-    def _answers(
+    def _completions(
         self, prompts: Sequence[Prompt], seed: int, temperature: float | None, episodes: Episodes | None
-    ) -> list[Sample]:
+    ) -> list[Completion]:
         generation = self._generation
         how = Sampling(
             temperature=generation.temperature if temperature is None else temperature,
@@ -112,20 +112,20 @@ class Sampler:
         place = self._ranks.rank // alike
         mine = slice(place * share, (place + 1) * share)
 
-        def answer() -> Sequence[Sample]:
+        def complete() -> Sequence[Completion]:
             if episodes is None:
                 return sampled(None)
             # The main thread trains meanwhile, with this process's random generators.
             with nullcontext() if generation.ahead else episodes.tools.unchanged_process(seed % 2**32):
                 return sampled(Round(episodes, prompts[mine], numbers[mine], seed))
 
-        def sampled(played: Round | None) -> Sequence[Sample]:
+        def sampled(played: Round | None) -> Sequence[Completion]:
             texts = asked[mine] if played is None else played.asked
             if self._server is not None:
-                found = self._server.sample(texts, how, numbers[mine], played, self._max_given_tokens)
+                completions = self._server.sample(texts, how, numbers[mine], played, self._max_given_tokens)
             else:
                 with self._makes_room(), generating(self._model, self._ranks, generation.gather):
-                    found = sample(
+                    completions = sample(
                         self._model,
                         texts,
                         how,
@@ -137,15 +137,17 @@ class Sampler:
                         replies=played,
                         max_given_tokens=self._max_given_tokens,
                     )
-            return found if played is None else played.finish(found, keeps_environments=self._ranks.size == 1)
+            if played is None:
+                return completions
+            return played.finish(completions, keeps_environments=self._ranks.size == 1)
 
-        return [one for answers in self._ranks.on_every_rank(answer)[::alike] for one in answers]
+        return [one for completions in self._ranks.on_every_rank(complete)[::alike] for one in completions]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """Return the mean reward (if any has one) and length of completions of held-out prompts, sampled at `generation.eval_temperature` with a fixed seed."""
         self._begin()
-        answers = self._answers(held_out, self._seed, self._generation.eval_temperature, self._episodes)
-        worth = [total for total in rewards(held_out, answers).totals if total is not None]
-        lengths = [sum(answer.sampled) if answer.sampled else len(answer.ids) for answer in answers]
-        found = {"eval_completion_length": sum(lengths) / len(answers)}
-        return found | ({"eval_reward": sum(worth) / len(worth)} if worth else {})
+        completions = self._completions(held_out, self._seed, self._generation.eval_temperature, self._episodes)
+        totals = [total for total in rewards(held_out, completions).totals if total is not None]
+        lengths = [sum(one.sampled) if one.sampled else len(one.ids) for one in completions]
+        metrics = {"eval_completion_length": sum(lengths) / len(completions)}
+        return metrics | ({"eval_reward": sum(totals) / len(totals)} if totals else {})

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from lean_ft.data.columns import Document
-from lean_ft.generation import Sample, Sampling
+from lean_ft.generation import Completion, Sampling
 from lean_ft.generation.decoding import running_rows
 from lean_ft.generation.turns import Replies, RunningRow
 from lean_ft.models import Decoder
@@ -82,7 +82,7 @@ class Server:
         numbers: Sequence[int],
         replies: Replies | None = None,
         max_given_tokens: int = 0,
-    ) -> list[Sample]:
+    ) -> list[Completion]:
         """Return a completion of each prompt, as `lean_ft.generation.sample` does. Raises TrainingFailed if the server fails."""
         rows, left = running_rows(prompts, how, numbers), dict[int, RunningRow]()
         if replies is not None and self._context is not None:
@@ -93,19 +93,19 @@ class Server:
             done, asked = wait(asked, REPLY_SECONDS if left else None, FIRST_COMPLETED)
             for row in [one.result() for one in done]:
                 if replies is not None:
-                    replies.ended(row.place, row.sample)
-                    if row.sample.ended:
+                    replies.ended(row.place, row.completion)
+                    if row.completion.ended:
                         left[row.place] = row
             for place, given in replies.ready(wait=not asked).items() if replies is not None and left else ():
                 row = left.pop(place)
                 if given is not None and row.give(given, how, max_given_tokens):
                     asked.add(in_thread(partial(self._add_turn, row, how)))
         self._check_version()
-        return [row.sample for row in rows]
+        return [row.completion for row in rows]
 
     def _add_turn(self, row: RunningRow, how: Sampling) -> RunningRow:
         """Sample a turn. Its seed depends on the round's, the prompt, the sample number and the position."""
-        found, seed = row.sample, row.key.at(len(row.sample.ids))[0] & (2**31 - 1)
+        completion, seed = row.completion, row.key.at(len(row.completion.ids))[0] & (2**31 - 1)
         with self._places:
             now = replace(how, max_new_tokens=int(row.room(how)), seed=seed)
             ids, log_probs, reason = self._turn(row.text.ids.tolist(), now)
@@ -114,10 +114,10 @@ class Server:
                 f"{self._url} returned {len(ids)} tokens with {len(log_probs)} log-probabilities, ended by {reason}; expected an end "
                 f"by stop or length. Start the server with `{self.command}`."
             )
-        found.ended = reason == "stop"
-        found.sampled += [True] * len(ids) if found.sampled else []
-        found.ids += ids
-        found.log_probs += log_probs
+        completion.ended = reason == "stop"
+        completion.sampled += [True] * len(ids) if completion.sampled else []
+        completion.ids += ids
+        completion.log_probs += log_probs
         return row
 
     def _check_version(self) -> None:

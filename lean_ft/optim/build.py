@@ -24,7 +24,7 @@ from lean_ft.settings.optimizer import BITSANDBYTES_RULES, MATRIX_RULES
 from lean_ft.system.environment import bitsandbytes_problem
 from lean_ft.system.parameter_names import matched_parameters
 from lean_ft.system.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
-from lean_ft.system.world import world
+from lean_ft.system.world import device_type
 
 # Smaller tensors and all vectors (norms, biases) keep float32 moments: quantizing them saves little. Over many ranks,
 # a vector's shards would also be smaller than a block that shares a scale.
@@ -54,8 +54,7 @@ def build_optimizer(
                     f"optimizer.stochastic_rounding=true is for bfloat16 weights, but {name} is {param.dtype}. Set "
                     "optimizer.stochastic_rounding=false or model.dtype=bfloat16."
                 )
-    here = world()
-    devices = {here.device_type(param.device) for _, param in trainable}
+    devices = {device_type(param.device) for _, param in trainable}
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
         _refuse_without_kernel(cfg, on_gpu=any(param.is_cuda for _, param in trainable))
     if cfg.state == "paged" and devices and devices != {"cuda"}:
@@ -67,7 +66,7 @@ def build_optimizer(
     on_gpu = devices == {"cuda"}
     rule = _rules(cfg, model, on_gpu=on_gpu, paged=paged and on_gpu, compile=recipe_cfg.compile)
     _refuse_what_cannot_be_cut(cfg, trainable, rule, ranks)
-    optimizer = Optimizer(
+    return Optimizer(
         trainable,
         rule,
         in_backward=cfg.in_backward,
@@ -77,10 +76,7 @@ def build_optimizer(
         streamed=stream_state(trainable[0][1].device) if cfg.state == "streamed" and trainable else None,
         notes=[PAGED_WITHOUT_CUDA] if paged and not on_gpu else [],
         ranks=ranks,
-        device_type=next(iter(devices), ""),
     )
-    here.follow_optimizer(optimizer)
-    return optimizer
 
 
 def _ratios_by_name(

@@ -36,6 +36,7 @@ from lean_ft.optim.rule import ParameterState, Rule, StepInfo
 from lean_ft.optim.streamed import SMALLEST_BYTES, StreamedState
 from lean_ft.system.host_link import HostLink
 from lean_ft.system.shards import ALONE, Part, Ranks, local, part_of
+from lean_ft.system.world import world
 
 
 class Optimizer:
@@ -44,7 +45,7 @@ class Optimizer:
     `rule` is one rule for all parameters, or a function from a parameter to its rule. Frozen parameters are left out, and
     a tied parameter counts once. `lr_ratios` multiplies learning rates, by the names of parameters.
     `loss_scaling` enables `scaler` for float16. With `streamed`, the state is in host memory. `notes` lists adjustments
-    for the device. `device_type` is that of the planned device in a plan.
+    for the device.
 
     A compiled layer delivers all its gradients at once. `by_layer` then updates its parameters together in backward,
     which takes a quarter of the kernel launches.
@@ -65,7 +66,6 @@ class Optimizer:
         streamed: StreamedState | None = None,
         notes: Sequence[str] = (),
         ranks: Ranks = ALONE,
-        device_type: str = "",
     ) -> None:
         assert not (in_backward and loss_scaling), "the overflow check needs every gradient before any update"
         trainable: dict[nn.Parameter, str] = {}
@@ -83,12 +83,14 @@ class Optimizer:
         self.streamed = streamed
         self.notes = tuple(notes)
         self.ranks = ranks
+        here = world()
+        self._observer = here.observer
         self.states: list[ParameterState] = []
         for index, (param, name) in enumerate(trainable.items()):
             own_rule = rule if isinstance(rule, Rule) else rule(param)
             tensors = own_rule.init_state(local(param))
             tensors = streamed.init_state(tensors) if streamed else tensors
-            ratio = lr_ratios.get(name, 1.0)
+            ratio, device_type = lr_ratios.get(name, 1.0), here.device_type(param.device)
             self.states.append(ParameterState(name, param, index, own_rule, ratio, tensors, ranks, device_type))
         self._device, self._device_type = self.states[0].param.device, self.states[0].device_type
         self.rules = list(dict.fromkeys(state.rule for state in self.states))
@@ -98,6 +100,7 @@ class Optimizer:
         self._noise_seed: int | None = None
         self._norms: dict[int, Tensor] = {}  # in backward: gradient norms of the updated parameters
         self._arrived: set[int] = set()  # in backward: the parameters whose gradients are complete
+        self._observer.begin_optimizer(self)
         if in_backward:
             groups: dict[str, list[ParameterState]] = defaultdict(list)
             for state in self.states:
@@ -106,7 +109,7 @@ class Optimizer:
             for group in groups.values():
                 for state in group:
                     state.whole.register_post_accumulate_grad_hook(
-                        lambda _, state=state, group=group: self.gradient_arrived(state, group)
+                        lambda _, state=state, group=group: self._gradient_arrived(state, group)
                     )
 
     def set_lr(self, lr: float) -> None:
@@ -124,7 +127,9 @@ class Optimizer:
         self._updates_now = last and self.in_backward
         if self._updates_now:
             self._skips = self._any_rank(not all_finite(self._losses))
-        return self.scaler.scale(loss)
+        scaled = self.scaler.scale(loss)
+        self._observer.begin_backward()
+        return scaled
 
     @torch.no_grad()
     def finish_gradients(self, max_norm: float | None = None) -> Tensor:
@@ -157,7 +162,7 @@ class Optimizer:
         if self.in_backward:
             self._update_leftovers()
         elif not self._skips:
-            self.apply_rules([state for state in self.states if state.whole.grad is not None])
+            self._observer.update(self, [state for state in self.states if state.whole.grad is not None])
         self.step_count += not self._skips
         self.skipped_steps += self._skips
         self._noise_seed = None
@@ -243,7 +248,7 @@ class Optimizer:
             torch.cuda.synchronize()
 
     @torch.no_grad()
-    def gradient_arrived(self, state: ParameterState, group: list[ParameterState]) -> None:
+    def _gradient_arrived(self, state: ParameterState, group: list[ParameterState]) -> None:
         """Called in backward with each complete gradient. Update `group` when all its gradients are complete."""
         if not self._updates_now:
             return
@@ -261,7 +266,7 @@ class Optimizer:
             norms = self._norms_of_all_rows(gradient_norms(grads, self._device_type))
             self._norms |= {state.index: norm for state, norm in zip(states, norms, strict=True)}
             zero_unless_finite(grads, norms, self._device_type)
-            self.apply_rules(states)
+            self._observer.update(self, states)
         for state in states:
             state.whole.grad = None
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.frozen_weight import Form, Frozen, product_dtype
 from lean_ft.models.layers import is_on_cuda
+from lean_ft.system.costs import Cost, register_cost
 from lean_ft.system.gpu_products import multiplies_into_float32
 
 
@@ -65,6 +66,9 @@ def _(left: Tensor, right: Tensor, *args: Any) -> Tensor:
 @register_flop_formula(torch.ops.lean_ft.sum_of_products)
 def _num_flops(left: Any, right: Any, bias: Any, thin_left: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * left[0] * right[1] * (left[1] + thin_left[1])
+
+
+register_cost(torch.ops.lean_ft.sum_of_products, Cost(first_factor=0))
 
 
 class _LowRankLinear(torch.autograd.Function):

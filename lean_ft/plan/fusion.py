@@ -39,6 +39,7 @@ _MOVING_NAMES = (
     *("permute", "transpose", "t", "expand", "slice", "select"),
     *("cat", "flip", "roll", "gather", "index", "repeat"),
 )
+# Parts of names of PyTorch's operations that the compiler does not fuse. Operators of other libraries are never fused.
 _OPAQUE_NAMES = (
     *("mm", "addmm", "bmm", "baddbmm", "_scaled", "convolution", "embedding_dense_backward", "sort", "topk", "nonzero"),
     *("scatter", "index_put", "cumsum", "grouped", "_flash", "_efficient", "attention", "histc", "bincount"),

@@ -27,16 +27,12 @@ from lean_ft.memory.host_pool import SMALLEST_BYTES
 from lean_ft.models.float32_products import block_bytes, slow_dtypes
 from lean_ft.plan.allocator import CachingAllocator, MemoryBlock
 from lean_ft.plan.devices import Device
+from lean_ft.plan.kernels import first_factor
 from lean_ft.plan.labels import label_of_caller
 from lean_ft.plan.result import Peak
 from lean_ft.system.shards import local
 from lean_ft.torch_private import storage_key, tree_iter
 
-# Matrix products -> index of their first factor; the second factor follows.
-FIRST_FACTOR = {
-    **dict.fromkeys(("aten.mm", "aten.bmm", "lean_ft.sum_of_products", "lean_ft.grouped_matmul"), 0),
-    **dict.fromkeys(("aten.addmm", "aten.baddbmm"), 1),
-}
 FREED = "freed, not given back"  # the label of free memory on a CPU's heap
 
 
@@ -178,7 +174,7 @@ class Memory:
     def inside(self, func: Any, args: Any) -> list[int]:
         """Sizes of the temporary tensors inside an operation, in bytes: a CPU that computes 16-bit products in float32 converts the
         operands in blocks."""
-        first = FIRST_FACTOR.get(str(func.overloadpacket)) if self.device.is_cpu else None
+        first = first_factor(func) if self.device.is_cpu else None
         if first is None or args[first].dtype not in self._converted:
             return []
         left, right = args[first : first + 2]
@@ -204,6 +200,10 @@ class Memory:
         weakref.finalize(storage, self._pinned.pop, storage_key(storage))
         self._pinned[storage_key(storage)] = storage.nbytes()
         self.pinned_bytes = max(self.pinned_bytes, sum(self._pinned.values()))
+
+    def enter(self, label: str, where: str) -> None:
+        """Set the label of new storages that have no other, and how far the step is."""
+        self.label, self.where = label, where
 
     @contextlib.contextmanager
     def on_stream(self, name: str) -> Iterator[None]:

@@ -12,31 +12,17 @@ from lean_ft.data.largest import full_document
 from lean_ft.generation.choosing import Sampling, choose
 from lean_ft.generation.decoding import PROMPT_TOKENS, forward_as_written, padded_inputs
 from lean_ft.models import Decoder, FewRows
-from lean_ft.online.rollouts import Rollouts, Rounds
+from lean_ft.online.rollouts import Rounds
+from lean_ft.online.sampler import Sampler
 from lean_ft.settings import OnlineConfig
 
 
-def plan_rounds(rounds: Rounds, cfg: OnlineConfig, take: Callable[[int], list[Any]]) -> None:
-    """Let `rounds` sample as many different prompts as a real round, and train on batches of `take(number)`."""
-
-    def sample(answer: Callable[[list[Prompt], int], Any], score: Any) -> None:
-        if cfg.generation.engine != "own":  # on its own devices
-            return
-        asked = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
-        prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), kinds=rounds.kinds)) for ids in asked)
-        getattr(answer, "first_turns", answer)(
-            [prompt for prompt in prompts for _ in range(cfg.generation.num_answers)], 0
-        )
-
-    replaced: dict[str, Any] = {
-        "sample": sample,
-        "begin": lambda: None,
-        "take": lambda: take(cfg.gradient_accumulation_steps),
-        "to_remember": lambda: take(1) if isinstance(rounds, Rollouts) and rounds.looks_back else [],
-        "remember": lambda *_: None,
-        "metrics": dict,
-    }
-    vars(rounds).update(replaced)
+def rehearse_round(rounds: Rounds, cfg: OnlineConfig, answer: Callable[[list[Prompt], int], Any]) -> None:
+    """Sample for as many different prompts as a real round, up to the first turns of episodes."""
+    asked = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
+    prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), kinds=rounds.kinds)) for ids in asked)
+    first_turns = answer.first_turns if isinstance(answer, Sampler) else answer
+    first_turns([prompt for prompt in prompts for _ in range(cfg.generation.num_answers)], 0)
 
 
 def rehearse_generation(

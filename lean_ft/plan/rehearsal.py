@@ -24,8 +24,9 @@ from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.ranks import pretended_ranks
 from lean_ft.plan.result import NotSimulatedError, Rehearsal
+from lean_ft.plan.step import StepTaken
 from lean_ft.plan.trace import Trace
-from lean_ft.plan.world import PlannedWorld, StepTaken, without_contents
+from lean_ft.plan.world import PlannedWorld, without_contents
 from lean_ft.settings import MemoryConfig, ParallelConfig, RecipeConfig
 from lean_ft.system.catalog import is_shipped
 from lean_ft.system.log import console
@@ -56,7 +57,6 @@ def rehearse(
             _quiet(),
             functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
             torch.compiler.set_stance("default", force_backend=fusing_backend(trace)),
-            trace.fused_norms(),
             planned.fake_mode,
             trace,
         ):

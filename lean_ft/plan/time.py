@@ -19,15 +19,17 @@ from torch.utils.flop_counter import flop_registry
 
 from lean_ft.models.float32_products import slow_dtypes
 from lean_ft.plan.devices import Device, Kernel
-from lean_ft.plan.kernels import Launched
+from lean_ft.plan.kernels import first_factor
 from lean_ft.plan.labels import label_of_caller
-from lean_ft.plan.memory import FIRST_FACTOR, num_bytes
+from lean_ft.plan.memory import num_bytes
 from lean_ft.plan.result import Launches
 from lean_ft.plan.traffic import SentBytes
+from lean_ft.system.costs import Launched, cost_of
 from lean_ft.torch_private import backward_node_number, next_node_number, tree_iter
 
 T = TypeVar("T")
 
+_ATTENTION = ("attention", "flash")  # in names of PyTorch's operations
 _GATHERING = ("embedding", "index_select", "gather", "index")  # read only the rows that they return
 
 
@@ -81,7 +83,8 @@ class Time:
         flops = self._flops(func, args, kwargs, result)
         if not moved and not flops:
             return name, None
-        is_attention = any(part in name for part in ("attention", "flash"))
+        cost = cost_of(func.overloadpacket)
+        is_attention = any(part in name for part in _ATTENTION) if cost is None else cost.is_attention
         shape, product = (0, 0, 0), result
         matrices = [t for t in args if isinstance(t, Tensor) and t.ndim >= 2]
         in_float8 = [t for t in matrices if t.is_floating_point() and t.itemsize == 1]
@@ -157,15 +160,10 @@ class Time:
         return 4 if first.dtype in self._converted else first.element_size()
 
     def _flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        packet = func.overloadpacket
-        name = str(packet)
-        if name.startswith("lean_ft.document_attention"):
-            backward = name.endswith("backward")
-            query = args[2] if backward else args[0]  # (N, H, D)
-            # Per head, two products of N x L x D forward and five backward; the causal mask halves each.
-            return (5 if backward else 2) * query.numel() * self.longest_document
-        count = flop_registry.get(packet)
-        if name in FIRST_FACTOR and _has_dtype(args):
+        cost, count = cost_of(func.overloadpacket), flop_registry.get(func.overloadpacket)
+        if cost is not None and cost.flops is not None:
+            return cost.flops(self.longest_document, *args)
+        if first_factor(func) is not None and _has_dtype(args):
             args = args[:-1]  # torch's formulas have no place for it
         return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
 

@@ -12,32 +12,24 @@ from lean_ft.hub.paths import planned_model_path
 from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import num_parameters
-from lean_ft.online.rollouts import Rounds
-from lean_ft.optim import Optimizer
-from lean_ft.optim.rule import ParameterState
 from lean_ft.parallel import check_number
-from lean_ft.plan.devices import Kernel
-from lean_ft.plan.labels import ACTIVATIONS, BATCH, GRADIENTS, STATES, WORKSPACE
-from lean_ft.plan.online import plan_rounds, rehearse_generation
+from lean_ft.plan.labels import ACTIVATIONS, BATCH, STATES
+from lean_ft.plan.online import rehearse_generation
 from lean_ft.plan.ranks import PlannedRanks
-from lean_ft.plan.time import Time, short_name
+from lean_ft.plan.step import PlannedStep
+from lean_ft.plan.time import Time
 from lean_ft.plan.trace import Trace
 from lean_ft.settings import (
     AnswersConfig,
-    ClassificationDataConfig,
-    ClassificationLossConfig,
-    DistillConfig,
-    OnlineConfig,
     ParallelConfig,
     RecipeConfig,
     ReferenceConfig,
     ReferencedLossConfig,
-    ScheduleConfig,
+    Settings,
 )
 from lean_ft.system.environment import memory_bytes
-from lean_ft.system.host_link import IN_FLIGHT_BYTES, HostLink
+from lean_ft.system.host_link import HostLink
 from lean_ft.system.shards import ALONE, Ranks, local
-from lean_ft.system.user_functions import is_function_path
 from lean_ft.system.world import World
 from lean_ft.torch_private import FakeTensorMode, functorch_config, without_modes
 from lean_ft.training import Run
@@ -46,29 +38,12 @@ from lean_ft.training.process import refuse_on_many
 T = TypeVar("T")
 
 
-class StepTaken(BaseException):
-    """Raised after the planned step, to end the recipe."""
-
-
 def without_contents(cfg: RecipeConfig) -> RecipeConfig:
     """Settings for a step of the same shape that needs no rows, no drawn numbers and no user's schedule."""
-    updates = {name: group.model_copy(update=update) for name, group in cfg if (update := _update(cfg, group))}
-    return cfg.model_copy(update=updates)
-
-
-def _update(cfg: RecipeConfig, group: Any) -> dict[str, Any]:
-    match group:
-        case ClassificationDataConfig():
-            return {"labels": group.labels or ["0", "1"], "multi_label": group.multi_label is True}
-        case ClassificationLossConfig():
-            return {"class_weights": None}
-        case DistillConfig():
-            return {"on_policy": 0.0}
-        case ScheduleConfig() if is_function_path(group.name):
-            return {"name": "constant"}
-        case ReferenceConfig() if isinstance(cfg, AnswersConfig) and cfg.group(ReferencedLossConfig) is not None:
-            return {"kind": "none"} if choose_kind(cfg)[0] == "cached" else {}
-    return {}
+    groups = {name: group.without_contents() for name, group in cfg if isinstance(group, Settings)}
+    if isinstance(cfg, AnswersConfig) and cfg.group(ReferencedLossConfig) and choose_kind(cfg)[0] == "cached":
+        groups["reference"] = cfg.needed(ReferenceConfig).model_copy(update={"kind": "none"})
+    return cfg.model_copy(update=groups)
 
 
 def _zero(name: str, tensor: Tensor) -> None:
@@ -80,15 +55,13 @@ class PlannedWorld(World):
 
     def __init__(self, trace: Trace, num_sharing: int = 1, takes_step: bool = True) -> None:
         """`num_sharing`: devices that share each micro-batch."""
-        self.trace, self.num_sharing, self._takes_step = trace, num_sharing, takes_step
+        self.trace, self.num_sharing = trace, num_sharing
+        self.observer = PlannedStep(trace, lambda largest, n: LargestBatches(self, largest).take(n), takes_step)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_tokens = self.num_parameters = self.tower_bytes = self.num_patches = 0
         self.model_files: list[str] = []
         cpu = torch.device("cpu")
         self._memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
-        self._in_flight: Tensor | None = None
-        self._cublas_workspaces: list[Tensor] = []
-        self._update_launches: dict[tuple, float] = {}  # by shape and dtype of a parameter
 
     # What a recipe begins with ----------------------------------------------------------------------------------------
 
@@ -141,7 +114,7 @@ class PlannedWorld(World):
             files += ["processor_config.json", "preprocessor_config.json"]
         self.model_files += [str(model.source.folder / name) for name in files]
         self.trace.time.module_names |= {id(module): name for name, module in model.named_modules()}
-        model.register_forward_pre_hook(lambda *args: self._enter(ACTIVATIONS, "forward"))
+        model.register_forward_pre_hook(lambda *args: self.trace.memory.enter(ACTIVATIONS, "forward"))
 
     def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         prompts = [cast(Any, row).prompt for row in rows]
@@ -159,85 +132,15 @@ class PlannedWorld(World):
             functorch_config.activation_memory_budget = activation_budget
 
     def begin_run(self, run: Run, begin: Callable[[], None]) -> None:
-        """Have the run's loop take one step, which ends the rehearsal when it is logged."""
-
-        def steps() -> Iterator[int]:
-            self._begin_step()
-            yield 0
-
-        def log(**metrics: Any) -> None:
-            raise StepTaken
-
-        batches: Any = run.batches
-        if isinstance(batches, Rounds):
-            plan_rounds(batches, cast(OnlineConfig, run.cfg), LargestBatches(self, batches.largest).take)
         run.length.total_steps = 1
-        run.steps, run.log = steps, log
 
-    def follow_optimizer(self, optimizer: Optimizer) -> None:
-        """Follow the optimizer's step: where backward begins, each gradient as it is completed, and the update."""
-        if optimizer.streamed is not None:  # a single step fetches nothing ahead
-            with self.trace.memory.on_stream("copying"):
-                self._in_flight = torch.empty(min(IN_FLIGHT_BYTES, optimizer.state_bytes), dtype=torch.uint8)
-        scale, gradient_arrived, apply_rules = optimizer.scale, optimizer.gradient_arrived, optimizer.apply_rules
+    def steps(self, loop: Callable[[], Iterator[int]]) -> Iterator[int]:
+        """One step, which ends the rehearsal when it is logged."""
+        self.observer.begin_step()
+        yield 0
 
-        def scale_and_enter(loss: Tensor, *, last: bool) -> Tensor:
-            scaled = scale(loss, last=last)
-            self._enter(WORKSPACE, "backward, at its start")
-            return scaled
-
-        def note_and_update(state: ParameterState, group: list[ParameterState]) -> None:
-            self._note_gradient(state)
-            gradient_arrived(state, group)
-
-        optimizer.scale, optimizer.gradient_arrived = scale_and_enter, note_and_update
-        optimizer.apply_rules = lambda states: self._update(states, apply_rules)
-        for state in () if optimizer.in_backward else optimizer.states:
-            state.whole.register_post_accumulate_grad_hook(lambda _, state=state: self._note_gradient(state))
-
-    def _begin_step(self) -> None:
-        if not self._takes_step:
-            raise StepTaken
-        self.trace.begin_step()
-        if num_bytes := self.trace.device.cublas_workspace_bytes:
-            with self.trace.memory.labelled(WORKSPACE):  # for the threads of forward and backward
-                self._cublas_workspaces = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
-
-    def _enter(self, label: str, where: str) -> None:
-        self.trace.memory.label, self.trace.memory.where = label, where
-
-    def _note_gradient(self, state: ParameterState) -> None:
-        self.trace.memory.where = f"backward, at {state.name}"
-        if state.whole.grad is not None:
-            self.trace.memory.relabel(state.whole.grad, GRADIENTS)
-
-    def _update(self, states: Sequence[ParameterState], update: Callable[[Sequence[ParameterState]], None]) -> None:
-        """Rehearse the update of the first parameter of each shape and dtype, and charge the launches and the time of all.
-
-        The time is that of memory traffic: gradients are read, states and weights are read and written.
-        """
-        new = {(state.param.shape, state.param.dtype): state for state in states}
-        new = {kind: state for kind, state in new.items() if kind not in self._update_launches}
-        spent = self.trace.time.spent.copy()
-        if new:
-            first = next(iter(new.values()))
-            with self.trace.memory.labelled(WORKSPACE, f"optimizer step of {first.name}"):
-                update(list(new.values()))  # also makes tables that later updates read
-                before = self.trace.time.spent.num_launches
-                update(list(new.values()))
-                number = self.trace.time.spent.num_launches - before
-            # One fused launch may update several parameters; kernels outside of PyTorch are not seen.
-            self._update_launches |= dict.fromkeys(new, number / len(new) if number else 1.0)
-        now = self.trace.time.spent
-        now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
-        for state in states:
-            kept = [state.param, *state.tensors.values()]
-            if self._in_flight is not None:
-                self.trace.time.travel(2 * sum(t.nbytes for t in state.tensors.values()))
-            moved = 2 * sum(t.nbytes for t in kept) + state.grad.nbytes
-            kernel = Kernel(0.0, moved, number=self._update_launches[state.param.shape, state.param.dtype])
-            launches = self.trace.time.launches(kernel)
-            self.trace.spend(launches, "optimizer step", short_name(state.name.rpartition(".")[0]))
+    def kernel(self, name: str, number: int, compute: Callable[..., T], args: Sequence[Any]) -> T:
+        return compute(*args) if self.trace.device.is_cpu else self.trace.kernel(name, number, compute, args)
 
 
 class _LazyTokenizer:

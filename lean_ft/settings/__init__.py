@@ -34,6 +34,7 @@ from lean_ft.settings.losses import (
     ReferenceConfig,
     ReferencedLossConfig,
     RewardLossConfig,
+    ScoreLossConfig,
     UnpairedLossConfig,
     ValueConfig,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "SFTDataConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "ScoreLossConfig",
     "Settings",
     "Sources",
     "ToolsConfig",

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 
@@ -91,6 +91,11 @@ class Settings(BaseModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         for field in cls.model_fields.values():
             field.description = " ".join((field.description or "").split()) or None
+
+    def without_contents(self) -> Self:
+        """The same settings for a step of the same shapes that reads no rows, draws no numbers and calls no function of the
+        user. Plans take such a step."""
+        return self
 
 
 GroupT = TypeVar("GroupT", bound=Settings)

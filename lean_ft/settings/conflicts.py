@@ -13,17 +13,16 @@ from pydantic import BaseModel
 
 from lean_ft.settings.answers import GenerationConfig, SamplingConfig, ToolsConfig
 from lean_ft.settings.base import Settings
-from lean_ft.settings.data import ClassificationDataConfig, DataConfig, PromptDataConfig, SFTDataConfig
+from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
-    ClassificationLossConfig,
     DistillConfig,
     PolicyLossConfig,
     PPOLossConfig,
     PreferenceLossConfig,
     ReferenceConfig,
     ReferencedLossConfig,
-    RewardLossConfig,
+    ScoreLossConfig,
     UnpairedLossConfig,
 )
 from lean_ft.settings.model import LoRAConfig, ModelConfig, QuantizeConfig
@@ -35,7 +34,7 @@ from lean_ft.settings.optimizer import (
 )
 
 # Names of groups in the rows below. `recipe` is the whole configuration.
-_GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
+_GROUPS: dict[str, type[Settings]] = {
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
     "quantize": QuantizeConfig,
@@ -43,7 +42,6 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "parallel": ParallelConfig,
     "data": DataConfig,
     "sft_data": SFTDataConfig,
-    "text_data": ClassificationDataConfig,
     "prompt_data": PromptDataConfig,
     "reference": ReferenceConfig,
     "distill": DistillConfig,
@@ -54,8 +52,7 @@ _GROUPS: dict[str, type[Settings] | tuple[type[Settings], ...]] = {
     "unpaired_loss": UnpairedLossConfig,
     "policy_loss": PolicyLossConfig,
     "ppo_loss": PPOLossConfig,
-    "score_loss": (RewardLossConfig, ClassificationLossConfig),
-    "kl_loss": (PolicyLossConfig, PPOLossConfig),
+    "score_loss": ScoreLossConfig,
     "loss": ReferencedLossConfig,
 }
 
@@ -154,8 +151,8 @@ CONFLICTS = [
     # Data
     *(
         Conflict(
-            lambda text_data, name=name: _differs(text_data, name),
-            f"data.{name}={{text_data.{name}}} is for chats and prompts, and texts are classified as they are. Remove it.",
+            lambda data, name=name: not data.reads_chats and _differs(data, name),
+            f"data.{name}={{data.{name}}} is for chats and prompts, and this recipe reads texts as they are. Remove it.",
         )
         for name in ("chat", "chat_template", "chat_template_kwargs", "system", "separator")
     ),
@@ -253,13 +250,13 @@ CONFLICTS = [
         "another loss.name.",
     ),
     Conflict(
-        lambda reference, kl_loss: reference.kind not in ("auto", "none") and not kl_loss.needs_reference,
+        lambda reference, loss: reference.kind not in ("auto", "none") and loss.divergence_weight == 0,
         "reference.kind={reference.kind}, but with loss.kl_weight=0 nothing reads a reference. Remove it, or set "
         "loss.kl_weight.",
     ),
     Conflict(
-        lambda reference, kl_loss: reference.kind == "none" and kl_loss.needs_reference,
-        "reference.kind=none, but loss.kl_weight={kl_loss.kl_weight:g} needs a reference model. Set reference.kind=model, "
+        lambda reference, loss: reference.kind == "none" and loss.divergence_weight,
+        "reference.kind=none, but loss.kl_weight={loss.divergence_weight:g} needs a reference model. Set reference.kind=model, "
         "streamed or nf4, or loss.kl_weight=0.",
     ),
     Conflict(
@@ -411,8 +408,8 @@ CONFLICTS = [
 def check_conflicts(recipe: BaseModel) -> None:
     """Raise ValueError with the messages of all conflicts in a recipe's configuration."""
     groups: dict[str, Any] = {"recipe": recipe}
-    for name, kinds in _GROUPS.items():
-        if (group := next((value for _, value in recipe if isinstance(value, kinds)), None)) is not None:
+    for name, settings_class in _GROUPS.items():
+        if (group := next((value for _, value in recipe if isinstance(value, settings_class)), None)) is not None:
             groups[name] = group
     found = [
         conflict.message.format_map(groups)

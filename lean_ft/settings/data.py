@@ -160,6 +160,8 @@ class DataConfig(RowsConfig):
     """Module of lean_ft.data that reads rows and builds batches."""
     sides: ClassVar[tuple[str, ...]] = ("",)
     """Names of the sequences of a row. They stay in the same batch."""
+    reads_chats: ClassVar[bool] = True
+    """Whether rows may be chats or prompts, which the settings of chats and templates are for."""
 
     max_length: Annotated[int, Field(ge=2)] = 2048
     """Maximum sequence length in tokens."""
@@ -291,6 +293,7 @@ class ClassificationDataConfig(DataConfig):
     """Texts with labels."""
 
     objective: ClassVar[str] = "classification"
+    reads_chats: ClassVar[bool] = False
 
     packing: Literal["none", "bfd", "padding_free"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
     """`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes each batch one row
@@ -301,3 +304,6 @@ class ClassificationDataConfig(DataConfig):
     multi_label: Literal["auto"] | bool = "auto"
     """`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or in all
     rows a 0 or 1 for each label. `auto`: true if the first rows have `labels` and no `label`."""
+
+    def without_contents(self) -> "ClassificationDataConfig":
+        return self.model_copy(update={"labels": self.labels or ["0", "1"], "multi_label": self.multi_label is True})

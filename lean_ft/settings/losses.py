@@ -26,6 +26,11 @@ class ReferencedLossConfig(Settings):
         return True
 
     @property
+    def divergence_weight(self) -> float | None:
+        """Weight of the KL divergence from the reference model; None for a loss without this term."""
+        return None
+
+    @property
     def needs_mismatched(self) -> bool:
         """Whether the loss compares prompts with completions of other prompts."""
         return False
@@ -157,7 +162,11 @@ class UnpairedLossConfig(ReferencedLossConfig):
         return self.name == "kto"
 
 
-class RewardLossConfig(Settings):
+class ScoreLossConfig(Settings):
+    """A loss of scores. The model has an output layer for them instead of logits, and writes no text."""
+
+
+class RewardLossConfig(ScoreLossConfig):
     """The loss of a reward model: a pair of scores."""
 
     centering: NonNegativeFloat = 0.01
@@ -167,11 +176,14 @@ class RewardLossConfig(Settings):
     score --per-token` reads them. Sequence classification models use only the last one."""
 
 
-class ClassificationLossConfig(Settings):
+class ClassificationLossConfig(ScoreLossConfig):
     """The loss of text classification."""
 
     class_weights: dict[str, PositiveFloat] | Literal["balanced"] | None = None
     """Factor of each label's loss, 1 if not named. `balanced`: inverse to its number of texts."""
+
+    def without_contents(self) -> Self:
+        return self.model_copy(update={"class_weights": None})
 
 
 class ReferenceConfig(Settings):
@@ -233,6 +245,10 @@ class PolicyLossConfig(NamedLossConfig):
         return self.kl_weight > 0
 
     @property
+    def divergence_weight(self) -> float:
+        return self.kl_weight
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether the KL divergence is part of the rewards instead of the loss."""
         return self.kl == "in_reward" and self.needs_reference
@@ -273,6 +289,10 @@ class PPOLossConfig(ReferencedLossConfig):
     @property
     def needs_reference(self) -> bool:
         return self.kl_weight > 0
+
+    @property
+    def divergence_weight(self) -> float:
+        return self.kl_weight
 
 
 class ValueConfig(Settings):
@@ -315,6 +335,9 @@ class DistillConfig(Settings):
     @property
     def beta_of_jsd(self) -> float:
         return 0.5 if self.beta is None else self.beta
+
+    def without_contents(self) -> Self:
+        return self.model_copy(update={"on_policy": 0.0})
 
     @model_validator(mode="after")
     def _is_read(self) -> "DistillConfig":

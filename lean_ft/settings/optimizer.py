@@ -85,6 +85,9 @@ class ScheduleConfig(Settings):
         """The user's function that `name` names. It stays the same for the whole run, also if its file is edited."""
         return load_function(self.name)
 
+    def without_contents(self) -> "ScheduleConfig":
+        return self.model_copy(update={"name": "constant"}) if is_function_path(self.name) else self
+
     @model_validator(mode="after")
     def _uses_what_is_set(self) -> "ScheduleConfig":
         unused = () if self.name == "wsd" else ("decay", "decay_shape")

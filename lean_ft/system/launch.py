@@ -71,35 +71,17 @@ class Launch:
         return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
 
-def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> None:
-    """Run `leanft ARGUMENTS` in the processes of the plan, and return when all have ended.
+def _elastic_config(plan: Launch) -> Any:
+    """Return PyTorch's settings for the processes of a plan."""
+    from torch.distributed.launcher.api import LaunchConfig
 
-    A process that stays stopped (SIGSTOP) for `timeout_minutes` is killed, since it ignores other signals and blocks its peers.
-    Raises RefusedByRank or LaunchFailed if a process failed, SystemExit if the processes were stopped and have saved, and
-    ValueError if the machines do not meet.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
-    from torch.distributed.launcher.api import LaunchConfig, launch_agent
-
-    alone = plan.max_nodes == 1
-    if not alone:
-        check_host(plan.endpoint.rpartition(":")[0], f"--rdzv-endpoint {plan.endpoint}")
-        print(f"{'waiting':<12}at most {JOIN_TIME} for {plan.nodes} machines to meet at {plan.endpoint}", flush=True)
-        _await_endpoint(plan)
-    os.environ[COMMAND_VARIABLE] = shlex.join(["leanft", *sys.argv[1:]])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // plan.processes_per_node)))
-    # The agent prints why it restarts; this process prints why the run ended.
-    level = logging.ERROR if plan.max_restarts else logging.CRITICAL
-    logging.getLogger("torch.distributed.elastic").setLevel(level)
-    rendezvous: dict[str, Any] = {"join_timeout": JOIN_SECONDS}
+    alone, rendezvous = plan.max_nodes == 1, dict[str, Any](join_timeout=JOIN_SECONDS)
     if plan.is_host is not None:
         rendezvous["is_host"] = plan.is_host
     # torch 2.11 lacks this argument and gives processes 30 s to end.
     has_timeout = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
     shutdown: dict[str, Any] = {"shutdown_timeout": SHUTDOWN_SECONDS} if has_timeout else {}
-    config = LaunchConfig(
+    return LaunchConfig(
         min_nodes=plan.min_nodes,
         max_nodes=plan.max_nodes,
         nproc_per_node=plan.processes_per_node,
@@ -111,12 +93,36 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
         local_addr="localhost" if alone else None,
         **shutdown,
     )
+
+
+def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> None:
+    """Run `leanft ARGUMENTS` in the processes of the plan, and return when all have ended.
+
+    A process that stays stopped (SIGSTOP) for `timeout_minutes` is killed, since it ignores other signals and blocks its peers.
+    Raises RefusedByRank or LaunchFailed if a process failed, SystemExit if the processes were stopped and have saved, and
+    ValueError if the machines do not meet.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+    from torch.distributed.launcher.api import launch_agent
+
+    alone = plan.max_nodes == 1
+    if not alone:
+        check_host(plan.endpoint.rpartition(":")[0], f"--rdzv-endpoint {plan.endpoint}")
+        print(f"{'waiting':<12}at most {JOIN_TIME} for {plan.nodes} machines to meet at {plan.endpoint}", flush=True)
+        _await_endpoint(plan)
+    os.environ[COMMAND_VARIABLE] = shlex.join(["leanft", *sys.argv[1:]])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // plan.processes_per_node)))
+    # The agent prints why it restarts; this process prints why the run ended.
+    level = logging.ERROR if plan.max_restarts else logging.CRITICAL
+    logging.getLogger("torch.distributed.elastic").setLevel(level)
     previous = signal.signal(signal.SIGUSR1, _ask_first_child_to_save)
     stopped: set[int] = set()
     done = threading.Event()
     threading.Thread(target=_kill_stopped, args=(60 * timeout_minutes, stopped, done), daemon=True).start()
     try:
-        launch_agent(config, sys.executable, ["-u", "-P", "-m", "lean_ft", *arguments])
+        launch_agent(_elastic_config(plan), sys.executable, ["-u", "-P", "-m", "lean_ft", *arguments])
     except SignalException as signaled:
         raise SystemExit(128 + signaled.sigval) from None
     except ChildFailedError as failed:

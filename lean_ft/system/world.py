@@ -13,11 +13,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from lean_ft.system.observer import Observer
+
 T = TypeVar("T")
 
 
 class World:
     """The real world."""
+
+    observer = Observer()  # of runs, optimizers and rounds of completions
 
     def start(self, cfg: Any, prepare: Callable[[Any], T]) -> T:
         """Prepare this process for a run with `cfg`, and return its device."""
@@ -54,12 +58,17 @@ class World:
         """Prepare the compiler for layers that keep this share of their activations."""
         prepare()
 
-    def follow_optimizer(self, optimizer: Any) -> None:
-        """Called with each new optimizer."""
-
     def begin_run(self, run: Any, begin: Callable[[], None]) -> None:
         """Begin a run in its directory."""
         begin()
+
+    def steps(self, loop: Callable[[], Iterator[int]]) -> Iterator[int]:
+        """The steps of a run; in a plan, one step."""
+        return loop()
+
+    def kernel(self, name: str, number: int, compute: Callable[..., T], args: Sequence[Any]) -> T:
+        """compute(*args), an operation that is `number` launches on a GPU. A plan counts these instead of its parts."""
+        return compute(*args)
 
     def device_type(self, device: Any) -> str:
         """The type of a tensor's device. In a plan, the tensors are on the CPU, and the planned device may be a GPU."""
@@ -110,6 +119,11 @@ def device_type(device: Any) -> str:
 def capability(device: Any) -> tuple[int, int]:
     """The compute capability of a CUDA device; in a plan, of the planned card."""
     return world().capability(device)
+
+
+def one_kernel(name: str, number: int, compute: Callable[..., T], *args: Any) -> T:
+    """compute(*args), an operation that is `number` launches on a GPU. In a plan of a GPU, these are counted and not its parts."""
+    return world().kernel(name, number, compute, args)
 
 
 def in_chunks(total: int, size: int, shown: int = 1) -> Iterator[slice]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,30 +57,31 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
+class CheckpointState(NamedTuple):
+    """What a checkpoint holds besides the model's files."""
+
+    training: State
+    random: RandomState
+    optimizer: Mapping[str, Part]
+    beside: Mapping[str, Part] | None = None
+    """Weights of a module that trains besides the model."""
+    weights: Mapping[str, Part] | None = None
+    """Copies of the parts from `weight_parts`; None: the model's own."""
+
+
 def write_checkpoint(
-    directory: Path,
-    step: int,
-    *,
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    optimizer_state: Mapping[str, Part],
-    training_state: State,
-    random_state: RandomState,
-    weights: Mapping[str, Part] | None = None,
-    beside: Mapping[str, Part] | None = None,
-    ranks: Ranks = ALONE,
+    directory: Path, step: int, model: nn.Module, tokenizer: Tokenizer, state: CheckpointState, ranks: Ranks = ALONE
 ) -> Path:
     """Write `directory/step_...` whole or not at all, replacing one of the same step, and return it.
 
-    All `ranks` call it. Each writes its part of the tensors, and rank 0 writes the other files. `weights` may be copies of the
-    parts from `weight_parts`; `beside` are the weights of a module that trains besides the model. Raises OSError on every rank
+    All `ranks` call it. Each writes its part of the tensors, and rank 0 writes the other files. Raises OSError on every rank
     if the disk has too little room (nothing is written then) or a file cannot be written.
     """
     final = directory / f"step_{step:08d}"
     with ExitStack() as whole_or_not:
 
         def begin() -> Path:
-            needed = checkpoint_bytes(model, whole_bytes(optimizer_state) + whole_bytes(beside or {}), tokenizer)
+            needed = checkpoint_bytes(model, whole_bytes(state.optimizer) + whole_bytes(state.beside or {}), tokenizer)
             free = free_bytes(directory)
             if free < needed:
                 raise OSError(
@@ -91,18 +92,18 @@ def write_checkpoint(
             return folder
 
         def finish() -> None:
-            save_view(folder, tokenizer, training_state.get("settings", {}))
-            write_json(folder / TRAINING_STATE_FILE, training_state, indent=1, on_disk=True)
-            write_json(folder / RANDOM_STATE_FILE, random_state, indent=1, on_disk=True)
+            save_view(folder, tokenizer, state.training.get("settings", {}))
+            write_json(folder / TRAINING_STATE_FILE, state.training, indent=1, on_disk=True)
+            write_json(folder / RANDOM_STATE_FILE, state.random, indent=1, on_disk=True)
             write_manifest(folder, step)
             whole_or_not.close()
 
         folder = ranks.on_rank_zero(begin)
         save = save_adapter if has_adapter(model) else save_model
-        save(model, folder, ranks=ranks, weights=weights)  # pyright: ignore[reportArgumentType]
-        write_file(folder / OPTIMIZER_FILE, optimizer_state, {}, ranks)
-        if beside:
-            write_file(folder / BESIDE_FILE, beside, {}, ranks)
+        save(model, folder, ranks=ranks, weights=state.weights)  # pyright: ignore[reportArgumentType]
+        write_file(folder / OPTIMIZER_FILE, state.optimizer, {}, ranks)
+        if state.beside:
+            write_file(folder / BESIDE_FILE, state.beside, {}, ranks)
         ranks.on_rank_zero(finish)
     return final
 

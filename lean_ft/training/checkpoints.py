@@ -31,6 +31,7 @@ from lean_ft.system.whole_files import delete_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
+    CheckpointState,
     checkpoint_bytes,
     free_bytes,
     restore_beside,
@@ -163,6 +164,24 @@ class Checkpoints:
         is_worth_it = self._seconds <= AUTO_SAVE_SHARE * (self._seconds + seconds)
         return seconds >= AUTO_SAVE_SECONDS or (is_worth_it and self._length.is_due("epoch", done))
 
+    def _training_state(self, done: int, place: Place) -> dict[str, Any]:
+        """The numbers and texts that a resumed run continues from."""
+        return {
+            "format": 1,
+            "lean_ft": lean_ft.__version__,
+            "recipe": recipe_name(self._cfg),
+            "step": done,
+            "epoch": done / self._length.steps_per_epoch,
+            "batches": place.batches,
+            "scaler": place.scaler,
+            "data_fingerprint": self._batches.fingerprint,
+            "settings": settings_of(self._cfg),
+            "bad_steps": self._bad_steps.count,
+            "carried": _plain(place.carried),
+            "total_steps": self._length.total_steps,
+            "base_fingerprint": self.base_fingerprint,
+        }
+
     def save(self, done: int, *, wait: bool, place: Place | None = None) -> None:
         """Write the checkpoint of `done` steps, in the background with `save_async` unless `wait`.
 
@@ -180,43 +199,20 @@ class Checkpoints:
                 f"The weights are not finite after step {done}, so they are not saved. " + bad_steps.report(self.newest)
             )
         bad_steps.doubtful = False
-        training_state = {
-            "format": 1,
-            "lean_ft": lean_ft.__version__,
-            "recipe": recipe_name(self._cfg),
-            "step": done,
-            "epoch": done / self._length.steps_per_epoch,
-            "batches": place.batches,
-            "scaler": place.scaler,
-            "data_fingerprint": self._batches.fingerprint,
-            "settings": settings_of(self._cfg),
-            "bad_steps": bad_steps.count,
-            "carried": _plain(place.carried),
-            "total_steps": self._length.total_steps,
-            "base_fingerprint": self.base_fingerprint,
-        }
         weights, optimizer_state = weight_parts(self._model), self._optimizer.state_parts()
         in_background, beside = self._cfg.save_async and not wait, trained_parts(self._beside)
         if in_background:
             trained = {local(p).untyped_storage().data_ptr() for p in self._model.parameters() if p.requires_grad}
             weights, optimizer_state = host_copies(weights, trained), host_copies(optimizer_state)
             beside = host_copies(beside)
+        state = CheckpointState(self._training_state(done, place), place.random_state, optimizer_state, beside, weights)
         copied = f" (copied in {duration(time.perf_counter() - started)})" if in_background else ""
 
         def write() -> None:
             try:
-                self.newest = write_checkpoint(
-                    self._cfg.output_dir,
-                    done,
-                    model=self._model,
-                    tokenizer=self._tokenizer,
-                    optimizer_state=optimizer_state,
-                    training_state=training_state,
-                    random_state=place.random_state,
-                    weights=weights,
-                    beside=beside,
-                    ranks=ranks.for_thread if in_background else ranks,
-                )
+                writers = ranks.for_thread if in_background else ranks
+                directory = self._cfg.output_dir
+                self.newest = write_checkpoint(directory, done, self._model, self._tokenizer, state, writers)
             except OSError as error:
                 newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no earlier checkpoint"
                 raise TrainingFailed(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lean_ft.data.objective import objective_of
 from lean_ft.settings import DataConfig, ModelConfig, RecipeConfig, RowsConfig
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
@@ -33,18 +34,22 @@ def command_to_continue(cfg: RecipeConfig) -> str:
     return shlex.join((["leanft"] if is_leanft else ["python", program]) + arguments)
 
 
-def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer, *, scores: bool) -> str:
-    """The command that tries the trained model: chat or generate, or with `scores` score on the run's rows."""
+def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer, *, scores: bool) -> str | None:
+    """The command that tries the trained model: chat or generate, or with `scores` the objective's own on the run's rows. None if
+    it has none."""
     family = None if (model := cfg.group(ModelConfig)) is None else model.family
     if not scores:
         chats = tokenizer.chat_template is not None
         asked = ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
         return shlex.join(["leanft", *asked, *([f"model.family={family}"] if family else [])])
-    rows = cfg.needed(DataConfig).model_dump(
+    data = cfg.needed(DataConfig)
+    if (command := objective_of(data).scored_by) is None:
+        return None
+    rows = data.model_dump(
         mode="json", include=set(RowsConfig.model_fields) - {"validation_fraction"}, exclude_defaults=True
     )
     source, held_out = rows.pop("source"), rows.pop("validation_source", None)
-    asked = ["score", str(checkpoint), _text(held_out or source), *(_words({"data": rows}) if rows else ())]
+    asked = [command, str(checkpoint), _text(held_out or source), *(_words({"data": rows}) if rows else ())]
     return shlex.join(["leanft", *asked, *(["--family", family] if family else [])])
 
 

@@ -2,9 +2,10 @@
 
 from torch import nn
 
+from lean_ft.data.objective import objective_of
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
-from lean_ft.settings import Every, RecipeConfig
+from lean_ft.settings import DataConfig, Every, RecipeConfig
 from lean_ft.system.random_state import capture_random_state, restore_random_state
 from lean_ft.system.shards import Ranks
 from lean_ft.system.units import number
@@ -43,8 +44,8 @@ def run_eval_tasks(cfg: RecipeConfig, model: Decoder, tokenizer: Tokenizer) -> R
     return {f"eval_{task}/{name}": value for task, values in found.items() for name, value in values.items()}
 
 
-def describe_evaluation(row: Row) -> str:
-    """An evaluation's line of metrics in words: `held-out loss 1.234`, or the reward, and the share of right rows."""
+def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:
+    """An evaluation's line of metrics in words: `held-out loss 1.234`, or the reward, and how many were right."""
     text = "no held-out token has a label"
     if "eval_completion_length" in row:
         reward = row.get("eval_reward")
@@ -52,10 +53,13 @@ def describe_evaluation(row: Row) -> str:
         text += f", completion length {number(row['eval_completion_length'])}"
     elif row["eval_loss"] is not None or "eval_loss" in row.get("non_finite", {}):
         text = f"held-out loss {number(row['eval_loss'])}"
-    if (right := row.get("eval_rewards/accuracies")) is not None:
-        text += f", {right:.1%} of pairs right"
-    if (right := row.get("eval_accuracy")) is not None:
-        text += f", {right:.1%} of texts right, macro-F1 {row['eval_macro_f1']:.3f}"
+    right = row.get("eval_accuracy", row.get("eval_rewards/accuracies"))
+    if right is not None:
+        objective = objective_of(cfg.needed(DataConfig))
+        judged = objective.judged or objective.unit
+        text += f", {right:.1%} of {judged} right"
+    if (macro_f1 := row.get("eval_macro_f1")) is not None:
+        text += f", macro-F1 {macro_f1:.3f}"
     return text
 
 

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lean_ft.settings import RecipeConfig
 from lean_ft.system.log import say
+from lean_ft.system.observer import Observer
 
 FOLDER, OPERATIONS_FILE, TRACE_FILE = "profile", "operations.txt", "trace.json.gz"
 _MODULE = "module: "
@@ -25,12 +26,10 @@ _ROWS = 40  # of operations.txt
 
 
 @contextmanager
-def profiled(
-    cfg: RecipeConfig, model: nn.Module, device: torch.device, writes: bool
-) -> Iterator["StepProfiler | None"]:
-    """Context manager with the profiler, whose `step()` is called after each step; None if nothing is profiled."""
+def profiled(cfg: RecipeConfig, model: nn.Module, device: torch.device, writes: bool) -> Iterator[Observer]:
+    """Context manager with the profiler, which observes the steps; an observer that does nothing if nothing is profiled."""
     if not cfg.profile or not writes:
-        yield None
+        yield Observer()
         return
     profiler = StepProfiler(cfg.output_dir / FOLDER, model, device, cfg.profile_steps, names_modules=not cfg.compile)
     try:
@@ -39,7 +38,7 @@ def profiled(
         profiler.stop()
 
 
-class StepProfiler:
+class StepProfiler(Observer):
     """Profiles training steps. `steps`: how many steps to wait, to warm up and to profile."""
 
     def __init__(
@@ -60,8 +59,7 @@ class StepProfiler:
         )
         self._profile.start()
 
-    def step(self) -> None:
-        """Call this after each step."""
+    def end_step(self) -> None:
         self._done += 1
         if self._done <= sum(self._steps):
             self._profile.step()

@@ -8,6 +8,7 @@ from typing import TypeVar
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lean_ft.system.log import console, in_notebook, say
+from lean_ft.system.observer import Observer
 from lean_ft.system.units import duration, gibibytes, number
 from lean_ft.training.metrics import HEADLINES, Row
 from lean_ft.training.notebook_view import NotebookView
@@ -33,7 +34,7 @@ def shown(items: Iterable[T], total: int, what: str) -> Iterator[T]:
                 say(what, f"{i} of {total}")
 
 
-class ProgressBar:
+class ProgressBar(Observer):
     """Shows training steps. Redrawn when metrics lines are written, without a thread."""
 
     def __init__(self, start_step: int, total_steps: int, directory: Path = Path()):
@@ -60,7 +61,7 @@ class ProgressBar:
             self._bar.stop()
             self._bar = None
 
-    def update(self, row: Row) -> None:
+    def written(self, row: Row) -> None:
         """Show the newest metrics line."""
         step, left, state = row["step"], f"{duration(self._seconds_left(row))} left", _state(row)
         if self._bar is not None:

@@ -35,6 +35,7 @@ from lean_ft.settings import RecipeConfig
 from lean_ft.system.foreign_values import valid_text
 from lean_ft.system.interrupts import StopSignals
 from lean_ft.system.log import say
+from lean_ft.system.observer import Observer
 from lean_ft.system.random_state import restore_random_state
 from lean_ft.system.run_directory import METRICS_FILE, from_checkpoint, read_random_state
 from lean_ft.system.shards import ALONE, Ranks
@@ -110,14 +111,15 @@ class Run:
             cfg, model, optimizer, batches, tokenizer, length, self._bad_steps, ranks, carried
         )
         self._signals = StopSignals()
-        self._progress: ProgressBar | None = None
+        self._world = world()
+        self._observers: tuple[Observer, ...] = (self._world.observer,)  # and in the loop, progress bar and profiler
         self._lock: DirectoryLock | None = None  # held by rank 0
 
         if isinstance(model, Decoder) and model.mixture is not None:
             model.routing = RoutingStatistics()
 
         check_recipe(cfg, model, tokenizer)
-        world().begin_run(self, self._enter)
+        self._world.begin_run(self, self._enter)
 
     def _enter(self) -> None:
         """Check what the run needs, lock its directory, and begin."""
@@ -216,6 +218,9 @@ class Run:
                 `log_every` steps late); the weights are not finite, and so are not saved; or a checkpoint could not be
                 written (with `save_async`, raised after a later step).
         """
+        return self._world.steps(self._loop)
+
+    def _loop(self) -> Iterator[int]:
         self._finish_evaluations()
         if self._start.is_complete:
             if self._metrics.loggers is not None:
@@ -233,9 +238,10 @@ class Run:
         try:
             with (
                 self._signals as signals,
-                ProgressBar(self.start_step, self.total_steps, self.directory) as self._progress,
+                ProgressBar(self.start_step, self.total_steps, self.directory) as progress,
                 profiled(cfg, self.model, self.device, writes=self.writes) as profiler,
             ):
+                self._observers = self._world.observer, progress, profiler
                 self._restore_random_state()
                 for step in range(self.start_step, self.total_steps):
                     if length.stops_early:  # by an evaluation that was missing
@@ -247,13 +253,15 @@ class Run:
                         torch.manual_seed(zlib.crc32(f"{cfg.seed} {step} {self.ranks.rank}".encode()))
                     self._begun = self._checkpoints.place()
                     self._metrics.begin_step()
+                    for observer in self._observers:
+                        observer.begin_step()
                     try:
                         yield step
                     except GeneratorExit:  # an exception or a break left the loop; which one is unknown here
                         self._save_complete_steps()
                         raise
-                    if profiler is not None:
-                        profiler.step()
+                    for observer in self._observers:
+                        observer.end_step()
                     # Read once: a signal that arrives while this step is saved counts for the next step.
                     received = self._signal_to_stop(signals)
                     self._finish_step(stopping=received is not None)
@@ -265,7 +273,7 @@ class Run:
                         self._run_tasks()
                 self._run_tasks()
         finally:
-            self._progress = None
+            self._observers = (self._world.observer,)
             with contextlib.suppress(Exception):  # the loop's own error matters more; without one it was raised before
                 self._checkpoints.writer.wait()
             with contextlib.suppress(Exception):  # after an error, write the metrics that are left
@@ -298,6 +306,8 @@ class Run:
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line per step.")
         self._logged = True
+        for observer in self._observers:
+            observer.logged()
         micro_batches = list(micro_batches)
         routing = getattr(self.model, "routing", None)
         more |= {} if routing is None else routing.take(self.ranks)
@@ -350,7 +360,7 @@ class Run:
         self._results.note(row)
         self.length.eval_losses[self._step] = row["eval_loss"]
         when = f"after step {self._step}" if self._step else "before training"
-        say("evaluation", f"{when}: {describe_evaluation(row)}")
+        say("evaluation", f"{when}: {describe_evaluation(self.cfg, row)}")
 
     def log_samples(self, rows: list[dict[str, Any]]) -> None:
         """Show a few of the model's completions to the loggers. All rows have the same fields."""
@@ -400,8 +410,8 @@ class Run:
         rows = self._metrics.flush()
         for row in rows:
             self._results.add(row)
-        if rows and self._progress is not None:
-            self._progress.update(rows[-1])
+        for observer in self._observers if rows else ():
+            observer.written(rows[-1])
         for row in rows:
             self._bad_steps.look_at(row, loss_scale=self.optimizer.scaler.value)
 

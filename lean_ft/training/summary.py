@@ -165,9 +165,11 @@ class Results:
             settings = settings_of(run.cfg)
             for sentence in not_in_files(settings, rules_of(run.tokenizer, settings)):
                 say("elsewhere", sentence)
-            say("next", command_that_tries(run.cfg, run.checkpoint, run.tokenizer, scores=scores))
             needs = "" if find_spec("matplotlib") else f": {install_command('plots')}"
-            say("", shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}")
+            plot = shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}"
+            tried = command_that_tries(run.cfg, run.checkpoint, run.tokenizer, scores=scores)
+            for i, command in enumerate(filter(None, (tried, plot))):
+                say("" if i else "next", command)
         written = {"loss": "none: no step had a trained token"}
         for name, course in self._course.items():
             written[name] = ", ".join(f"{number(value)} at step {step}" for step, value in course)

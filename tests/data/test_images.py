@@ -368,7 +368,7 @@ def test_a_run_that_reads_images_and_finds_none_names_where_they_may_be(qwen: Fa
         match="no row shows an image, while the field `file_name` of 1 row looks like.*data.columns.images=file_name",
     ):
         batches(*rows)
-    assert batches(*rows, columns={"images": "file_name"}).images == 1
+    assert batches(*rows, columns={"images": "file_name"}).of_kinds["image"][0] == 1
     assert [*batches(*rows, {"messages": chat, "images": ["tall.png"]}).unread] == ["file_name"]
     marked = {"messages": [asked(text("<image>q")), ANSWER]}
     with pytest.raises(
@@ -490,7 +490,7 @@ def test_an_image_is_never_cut(family: Family, side: str) -> None:
         if fits:
             assert documents[0].ids.tolist() == whole.ids[kept].tolist()
             assert documents[0].per_token["image_row"].tolist() == whole.per_token["image_row"][kept].tolist()
-    assert reasons == {"an image does not fit in max_length"}
+    assert reasons == {"a whole image does not fit in max_length"}
     if side == "right":
         last = int(np.flatnonzero(rows)[-1])
         assert not family.documents(row, max_length=last)[0]
@@ -507,7 +507,7 @@ def test_the_prompt_of_a_pair_is_never_cut_in_an_image(family: Family) -> None:
         documents, report = family.documents(row, PreferenceDataConfig, max_prompt_length=length)
         begins = prompt - length
         is_cut = places[0] < begins <= places[-1]
-        assert (not documents) == is_cut == ("an image does not fit in max_length" in report.dropped)
+        assert (not documents) == is_cut == ("a whole image does not fit in max_length" in report.dropped)
 
 
 @pytest.mark.first

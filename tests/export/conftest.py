@@ -15,7 +15,7 @@ from lean_ft.gguf.splitting import QWEN2_PATTERN
 from lean_ft.models import load_model
 from lean_ft.system.shards import part_of
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training.checkpoint import write_checkpoint
+from lean_ft.training.checkpoint import CheckpointState, write_checkpoint
 from tests.tokenizers.conftest import TEXTS
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -109,9 +109,8 @@ def run_directory(qwen_folder, tmp_path) -> Path:
     for step in (1, 2):
         with torch.no_grad():
             model.model.norm.weight.fill_(step)
-        states = {"optimizer_state": {"exp_avg": part_of(torch.ones(3))}, "training_state": {"step": step}}
-        tokenizer = load_tokenizer(qwen_folder)
-        write_checkpoint(tmp_path, step, model=model, tokenizer=tokenizer, random_state={}, **states)
+        state = CheckpointState({"step": step}, random={}, optimizer={"exp_avg": part_of(torch.ones(3))})
+        write_checkpoint(tmp_path, step, model, load_tokenizer(qwen_folder), state)
     return tmp_path
 
 

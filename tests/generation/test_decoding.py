@@ -118,8 +118,8 @@ def test_a_prompt_is_read_once_for_all_its_samples_and_rows_that_wait_take_the_p
     stops = Sampling(4, 1.0, stop_ids=frozenset(answer.ids[i % 3] for i, answer in enumerate(whole)))
     expected = sample(model, prompts, stops)
     rows = decoding.running_rows(prompts, stops, None)
-    widths = [len(tokens) for tokens in decoding._decode_rows(model, rows, stops, None, room=3)]
-    assert [row.sample.ids for row in rows] == [answer.ids for answer in expected]
+    widths = [len(tokens) for tokens in decoding.Decoding(model, rows, stops, decoding.DecodingOptions(room=3)).steps()]
+    assert [row.completion.ids for row in rows] == [answer.ids for answer in expected]
     assert len({len(answer.ids) for answer in expected}) > 1 and sum(width < 3 for width in widths) < 4
     with pytest.raises(ValueError, match="the KV cache of one completion takes 0.00 GiB at 11 tokens"):
         sample(model, prompts, Sampling(4), cache_gib=1e-9)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lean_ft.generation import Sample, Sampling, sample
+from lean_ft.generation import Completion, Sampling, sample
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.moe import MixtureOfExperts
 from lean_ft.tokenizers.loading import context_length
@@ -37,8 +37,8 @@ class Delayed:
         self.waiting, self.polls, self.turns = list[int](), 0, dict.fromkeys(range(len(places)), 0)
         self.ends: list[int] = []
 
-    def ended(self, place: int, sample: Sample) -> None:
-        if sample.ended:
+    def ended(self, place: int, completion: Completion) -> None:
+        if completion.ended:
             self.turns[place] += 1
             self.waiting.append(place)
         else:
@@ -55,9 +55,9 @@ class Delayed:
         return {place: self.reply(self.places[place], self.turns[place]) for place in found}
 
 
-def whole_texts(model: Decoder, place: int, sampling: Sampling) -> Sample:
+def whole_texts(model: Decoder, place: int, sampling: Sampling) -> Completion:
     """The completion of a prompt, with each token drawn from a pass over the whole text."""
-    prompt, found, turn, longest = PROMPTS[place], Sample(), 1, context_length(model.source.config) or 0
+    prompt, found, turn, longest = PROMPTS[place], Completion(), 1, context_length(model.source.config) or 0
 
     def has_room() -> bool:
         return sum(found.sampled) < sampling.max_new_tokens and len(prompt) + len(found.ids) < longest
@@ -87,7 +87,7 @@ def whole_texts(model: Decoder, place: int, sampling: Sampling) -> Sample:
     return found
 
 
-def check(found: list[Sample], expected: list[Sample]) -> None:
+def check(found: list[Completion], expected: list[Completion]) -> None:
     for own, one in zip(found, expected, strict=True):
         assert (own.ids, own.ended) == (one.ids, one.ended)
         assert own.sampled == (one.sampled if False in one.sampled else [])

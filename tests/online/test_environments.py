@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.generation import Sample
+from lean_ft.generation import Completion
 from lean_ft.online.rewards import Rewards
 from lean_ft.system.user_code import closing
 from lean_ft.training.bad_steps import TrainingFailed
@@ -402,7 +402,7 @@ def test_environments_get_copies_and_return_copies(folder: Path, form: str) -> N
         return [float(len(one)) for one in cards] + [0.0] * (seen != [2, 2])
 
     prompts = [prompt, prompt]
-    samples = [Sample([5]), Sample([6])]
+    samples = [Completion([5]), Completion([6])]
     assert Rewards([changes, changes], episodes.tokenizer, "cpu")(prompts, samples).each == [[0.0, 0.0], [2.0, 2.0]]
     assert prompt.columns == {"cards": ["A", "B"]}
 

@@ -23,7 +23,7 @@ from lean_ft import load_model, load_tokenizer
 from lean_ft.data import Prompt
 from lean_ft.data.prompts import Prompts
 from lean_ft.data.report import DataReport
-from lean_ft.generation import Sample
+from lean_ft.generation import Completion
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import (
     AnswerLogProbs,
@@ -55,7 +55,9 @@ GIVEN += ("batch_size=2", "generation.max_new_tokens=16", f"tools.functions=[{__
 def round_of(cfg: Any, kind: type) -> Any:
     report = DataReport("prompts")
     prompts = Prompts([Prompt(PROMPT, "", {}, "")], seed=0, report=report, fingerprint="")
-    samples = [Sample(ids, [-1.0 * s for s in mask], True, sampled=[s == 1 for s in mask]) for ids, mask in EPISODES]
+    samples = [
+        Completion(ids, [-1.0 * s for s in mask], True, sampled=[s == 1 for s in mask]) for ids, mask in EPISODES
+    ]
     rollouts = kind(cfg, prompts, 0, share_prompts=True)
     rollouts.sample(lambda *_: samples, lambda *_: Scores(list(REWARDS), [[], []], ["", ""]))
     return rollouts
@@ -312,7 +314,7 @@ def play(episodes: Episodes, prompts: list[Prompt], *turns: list[str], seed: int
     """What `sample` does, with these turns for each prompt."""
     with episodes.tools.unchanged_process(seed):
         played = Round(episodes, prompts, list(range(len(prompts))), seed)
-        samples, texts = [Sample(sampled=[True]) for _ in prompts], [list(one) for one in turns]
+        samples, texts = [Completion(sampled=[True]) for _ in prompts], [list(one) for one in turns]
         running = {place: [] for place in range(len(prompts))}
         while running:
             for place, given in running.items():
@@ -429,7 +431,7 @@ def test_calls_that_are_not_made_are_text(files: Path) -> None:
     assert (good["content"], bad["content"][:26], "tool_calls" in last) == ("2", "error: malformed tool call", False)
     assert (one.calls, one.errors, one.ended) == (2, 1, False)
     played = Round(episodes, [asked("Go.", episodes)], [0], 0)
-    played.ended(0, sample := Sample(episodes.tokenizer.encode(turns[1]), ended=False))
+    played.ended(0, sample := Completion(episodes.tokenizer.encode(turns[1]), ended=False))
     assert played.finish([sample])[0].messages == [{"role": "assistant", "content": turns[1]}]
 
 

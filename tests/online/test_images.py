@@ -11,7 +11,7 @@ from lean_ft.data import EvalBatches, prompt_rows, sft_batches
 from lean_ft.data.collate import batch_of
 from lean_ft.frozen.reward_model import JudgingModel, open_reward_model
 from lean_ft.frozen.scoring import score_rows
-from lean_ft.generation import Sample
+from lean_ft.generation import Completion
 from lean_ft.losses import TokenLogProbs
 from lean_ft.models import REWARD_LABELS, load_model, save_model
 from lean_ft.online import PairRollouts, Rollouts, Sampler, ValuedRollouts
@@ -73,12 +73,12 @@ def test_a_sampled_token_that_opens_or_closes_an_image_is_not_trained(given, rec
     rollouts, marks = kind(cfg, prompts, tokenizer.pad_id), WRITTEN["qwen3_vl"][1] + WRITTEN["gemma3"][1]
     never = {number for token in marks if (number := tokenizer.token_id(token)) is not None}
     said = [[*never], [65, *never, 66], [67, 68], [69, max(never)]]
-    samples = [Sample(ids=ids, log_probs=[-1.0] * len(ids), ended=True) for ids in said]
+    samples = [Completion(ids=ids, log_probs=[-1.0] * len(ids), ended=True) for ids in said]
     rollouts.sample(lambda *_: samples, lambda *_: Scores([0.0, 1.0, 2.0, 3.0], [[]] * 4, [""] * 4))
     if recipe == "ppo":
         for i, ids in enumerate(said):
             told = [0.5] * len(ids)
-            rollouts._known[i] = {"old": told, "entropies": told, "divergences": told, "values": told}
+            rollouts._token_values[i] = {"old": told, "entropies": told, "divergences": told, "values": told}
     rollouts.begin()
     (batch,) = rollouts.take()
     # A pair needs two completions with trained tokens, and the first prompt has one.

@@ -16,7 +16,7 @@ from pydantic import create_model
 
 from lean_ft.cli.run import run_recipe
 from lean_ft.data import Prompt
-from lean_ft.generation import Sample
+from lean_ft.generation import Completion
 from lean_ft.online import rewards
 from lean_ft.system import log
 from lean_ft.system.catalog import find_recipe, load_recipe
@@ -58,7 +58,7 @@ def test_what_a_function_may_do(tmp_path: Path, case: str) -> None:
         f"def f(completions, completion_ids):\n    return {body}\n"
     )
     prompts = [Prompt([1], "a", {}, f"row {i}") for i in (1, 2)]
-    samples = [Sample([5, 6], [0.0, 0.0], True) for _ in prompts]
+    samples = [Completion([5, 6], [0.0, 0.0], True) for _ in prompts]
     here = os.getcwd()
     score = rewards.Rewards([f"{tmp_path}/rewards.py:f"], load_tokenizer("tiny"))
     if isinstance(expected, str):
@@ -100,7 +100,7 @@ def test_the_process_is_as_before_and_the_function_is_named(tmp_path: Path, chan
     )
     score, before = rewards.Rewards([f"{tmp_path}/changing.py:f"], load_tokenizer("tiny")), state()
     for _ in range(2):
-        assert score([Prompt([1], "a", {}, "row 1")], [Sample([5])]).totals == [1.0]
+        assert score([Prompt([1], "a", {}, "row 1")], [Completion([5])]).totals == [1.0]
         assert state() == before
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
     found = [
@@ -126,11 +126,11 @@ def test_what_a_function_logs_is_a_copy_that_a_checkpoint_can_hold(tmp_path: Pat
     score.run = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
         trainer_state=SimpleNamespace(global_step=4), log_metric=lambda *given: logged.append(given)
     )
-    found = score(prompts, [Sample([5])] * 3)
+    found = score(prompts, [Completion([5])] * 3)
     assert found.extras == {"\ufffd": [{}, "NaN", {"\ufffd": ["\ufffd", "a"]}]}
     assert found.totals == [5.0] * 3  # the second function sees the state as it was
     with pytest.raises(TrainingFailed, match=r"logs.py:h failed at row 1: TypeError: 'int' object is not iterable"):
-        rewards.Rewards([f"{tmp_path}/logs.py:h"], load_tokenizer("tiny"))(prompts, [Sample([5])] * 3)
+        rewards.Rewards([f"{tmp_path}/logs.py:h"], load_tokenizer("tiny"))(prompts, [Completion([5])] * 3)
 
 
 def test_draws_differ_by_round_and_repeat_with_the_round(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_draws_differ_by_round_and_repeat_with_the_round(tmp_path: Path) -> None
         f"import random\nimport numpy as np\nimport torch\ndef f(completions):\n{body}"
     )
     score = rewards.Rewards([f"{tmp_path}/drawing.py:f"], load_tokenizer("tiny"))
-    first, second, again = (score([Prompt([1], "a", {}, "row 1")], [Sample([ids])]).totals for ids in (5, 6, 5))
+    first, second, again = (score([Prompt([1], "a", {}, "row 1")], [Completion([ids])]).totals for ids in (5, 6, 5))
     assert first == again != second
 
 
@@ -159,7 +159,7 @@ def test_async_functions_run_together_and_keep_their_connections(tmp_path: Path)
     )
     score = rewards.Rewards([f"{tmp_path}/waiting.py:{name}" for name in "fg"], load_tokenizer("tiny"))
     for _ in range(2):
-        assert score([Prompt([1], "a", {}, "row 1")], [Sample([5])]).each == [[1.0, 1.0]]
+        assert score([Prompt([1], "a", {}, "row 1")], [Completion([5])]).each == [[1.0, 1.0]]
 
 
 def test_functions_run_in_a_notebook_whose_own_loop_runs() -> None:
@@ -168,7 +168,7 @@ def test_functions_run_in_a_notebook_whose_own_loop_runs() -> None:
         return [float("14" in said) for said in completions]
 
     async def cell() -> list[Any]:
-        return score([Prompt([1], "a", {}, "row 1")], [Sample(tokenizer.encode("14"))]).each
+        return score([Prompt([1], "a", {}, "row 1")], [Completion(tokenizer.encode("14"))]).each
 
     tokenizer = load_tokenizer("tiny")
     score = rewards.Rewards([waits, lambda completions: [2.0]], tokenizer)
@@ -178,7 +178,9 @@ def test_functions_run_in_a_notebook_whose_own_loop_runs() -> None:
 def test_a_slow_function_is_reported(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(log, "SLOW_SECONDS", 0.1)
     (tmp_path / "slow.py").write_text("import time\ndef f(completions):\n    time.sleep(0.3)\n    return [1.0]\n")
-    rewards.Rewards([f"{tmp_path}/slow.py:f"], load_tokenizer("tiny"))([Prompt([1], "a", {}, "row 1")], [Sample([5])])
+    rewards.Rewards([f"{tmp_path}/slow.py:f"], load_tokenizer("tiny"))(
+        [Prompt([1], "a", {}, "row 1")], [Completion([5])]
+    )
     said = capsys.readouterr().out
     assert f"waiting     the reward {tmp_path}/slow.py:f has run for 0 s" in said
     time.sleep(0.5)

@@ -12,7 +12,7 @@ import torch
 from lean_ft.data import PolicyBatch, Prompt
 from lean_ft.data.prompts import Prompts
 from lean_ft.data.report import DataReport
-from lean_ft.generation import Sample
+from lean_ft.generation import Completion
 from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, decoder_config
@@ -56,7 +56,7 @@ def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, num_choices:
     )
     generator = torch.Generator().manual_seed(0)
     samples = [
-        Sample(torch.randint(3, 101, (n,), generator=generator).tolist(), [-1.0] * n, i != 1)
+        Completion(torch.randint(3, 101, (n,), generator=generator).tolist(), [-1.0] * n, i != 1)
         for i, n in enumerate(max(n, shortest) for n in LENGTHS)
     ]
     rewards = [*torch.rand(11, generator=generator).tolist(), None]
@@ -64,7 +64,7 @@ def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, num_choices:
     # The first of some consecutive experts, by position and token.
     first = np.random.default_rng(0).integers(0, 4, (20, 101, 1))
 
-    def answer(asked: list[Prompt], seed: int) -> list[Sample]:
+    def answer(asked: list[Prompt], seed: int) -> list[Completion]:
         for prompt, one in zip(asked, samples if num_choices else (), strict=False):
             ids = [*prompt.ids, *one.ids][:-1]
             experts = (first[range(len(ids)), ids] + np.arange(num_choices)) % 4 + 1
@@ -184,20 +184,20 @@ def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained() -> Non
     model = random_model("llama_biases", cfg)
     for share in (False, True):
         rollouts = rollouts_of(cfg, shortest=4, share_prompts=share)
-        for i, one in enumerate(rollouts._answers):
+        for i, one in enumerate(rollouts._rollouts):
             one.trained = [place not in (1, 2, i % 7) for place in range(len(one.ids))]
             one.counts = [sampled and one.reward is not None for sampled in one.trained]
         rollouts.begin()
         [batch] = rollouts.take()
         found = TokenLogProbs(model, cfg)(model, batch).log_probs
         expected = torch.zeros_like(found)
-        for row, one in enumerate(rollouts._answers):
+        for row, one in enumerate(rollouts._rollouts):
             ids = torch.tensor([*rollouts._prompts[one.prompt].ids, *one.ids])
             log_probs = (model(ids[None])[0].float() / 0.8).log_softmax(-1)
             for place, token in enumerate(one.ids):
                 if one.trained[place]:
                     expected[row, place] = log_probs[len(ids) - len(one.ids) + place - 1, token]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        counted = sum(sum(one.counts) for one in rollouts._answers)
+        counted = sum(sum(one.counts) for one in rollouts._rollouts)
         assert batch.num_targets == int(batch.counts.sum()) == counted > 0
-        assert len(batch.label) == sum(sum(one.trained) for one in rollouts._answers)
+        assert len(batch.label) == sum(sum(one.trained) for one in rollouts._rollouts)

@@ -22,7 +22,7 @@ from lean_ft.generation.choosing import choose
 from lean_ft.generation.turns import RunningRow
 from lean_ft.models.source import tensors_on_disk
 from lean_ft.online import Sampler, servers
-from lean_ft.online.episodes import Round
+from lean_ft.online.episodes import Player
 from lean_ft.online.servers import SGLangServer, VLLMServer
 from lean_ft.optim import Optimizer
 from lean_ft.peft import load_merged
@@ -232,15 +232,15 @@ def test_episodes_are_those_of_the_model_itself(
 ) -> None:
     """Turns with calls, stop texts and limits. The first call ends when another completion has asked for its next turn."""
     monkeypatch.setattr(ToolTurns, "read", read_as_calls)
-    plain, went_on, waited = Round._call, threading.Event(), list[bool]()
+    plain, went_on, waited = Player._call, threading.Event(), list[bool]()
 
-    def call(self: Round, *arguments: Any) -> Any:
+    def call(self: Player, *arguments: Any) -> Any:
         if server.prompts and not waited:
             waited.append(True)
             waited[0] = went_on.wait(60)
         return plain(self, *arguments)
 
-    monkeypatch.setattr(Round, "_call", call)
+    monkeypatch.setattr(Player, "_call", call)
     server.before_an_answer = lambda: went_on.set() if len(server.prompts[-1]) > len(ids) else None
     stops = "generation.stop=[1,2,3,4,5,6,7,8,9]"
     given = ("tools.functions=[TMP/mine.py:add]", stops, "generation.max_new_tokens=24", "generation.temperature=1.5")

@@ -1,5 +1,8 @@
 """Launches that a plan counts for attention and recurrent layers, compared with the operations that a GPU runs."""
 
+import re
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lean_ft
 from lean_ft.models.attention.attention import attend_documents
 from lean_ft.models.attention.document_attention import document_attention
 from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
@@ -15,6 +19,7 @@ from lean_ft.models.state.linear_attention import linear_attention
 from lean_ft.plan.devices import Device, find_device
 from lean_ft.plan.trace import Trace
 from lean_ft.plan.world import PlannedWorld
+from lean_ft.system.costs import cost_of
 from lean_ft.system.world import inside
 
 NUM_ROWS, NUM_TOKENS = 2, 512
@@ -138,6 +143,20 @@ def test_a_plan_saves_for_backward_what_a_card_saves(kind: dict[str, Any]) -> No
     found = list[int]()
     planned(lambda: found.append(saved_bytes("cpu")), find_device("H100"))
     assert found[0] == pytest.approx(saved_bytes("cuda"), abs=1024)  # state of dropout
+
+
+def test_each_operator_registers_its_cost() -> None:
+    package = Path(lean_ft.__file__).parent
+    operators = {}
+    for file in package.rglob("*.py"):
+        for name in re.findall(r'custom_op\(\s*"lean_ft::(\w+)"', file.read_text()):
+            operators[name] = ".".join(file.relative_to(package.parent).with_suffix("").parts)
+    assert len(operators) > 10
+    for name, module in operators.items():
+        import_module(module)
+        assert cost_of(getattr(torch.ops.lean_ft, name)) is not None, (
+            f"{module}: register_cost(torch.ops.lean_ft.{name})"
+        )
 
 
 @pytest.mark.long

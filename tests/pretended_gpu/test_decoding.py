@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from lean_ft.generation import Sample, Sampling, decoding, sample, step_graphs
+from lean_ft.generation import Completion, Sampling, decoding, sample, step_graphs
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.attention import attention
 from tests.generation.test_turns import Delayed
@@ -99,7 +99,7 @@ def test_rows_wait_for_replies_while_late_steps_run(
     places = [*range(len(PROMPTS))]
     gib = 8 * on_cpu.cache_bytes(1, 27 + 24 + 45) / 2**30 if how == "few rows" else 0.1  # 4 rows at a time
 
-    def found(model: Decoder, seed: int | None) -> list[Sample]:
+    def found(model: Decoder, seed: int | None) -> list[Completion]:
         replies = Delayed(seed, places)
         return sample(model, PROMPTS, sampling, cache_gib=gib, replies=replies, max_given_tokens=45)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from lean_ft import load_model, load_tokenizer, save_model
 from lean_ft.data import Prompt, prompt_rows
-from lean_ft.generation import Sample, decoding
+from lean_ft.generation import Completion, decoding
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.losses import AnswerTokens, policy
 from lean_ft.models import REWARD_LABELS
@@ -107,7 +107,7 @@ def test_a_reward_model_judges_as_transformers_does(reward_model: Path) -> None:
     tokenizer, theirs = load_tokenizer("tiny"), AutoTokenizer.from_pretrained(reward_model)
     judge = AutoModelForSequenceClassification.from_pretrained(reward_model)
     said, asked = ["Paris.", "It is 41, or so"], ["What is the capital?", "6 * 7 ="]
-    samples = [Sample(ids=tokenizer.encode(text), ended=True) for text in said]
+    samples = [Completion(ids=tokenizer.encode(text), ended=True) for text in said]
     prompts = [Prompt(tokenizer.encode(text), text, {}, "") for text in asked]
 
     def expected(sequences: list[list[int]]) -> list[float]:
@@ -136,7 +136,7 @@ def sampled_round(*settings: str, lengths: list[int], rewards: list[float]) -> t
     cfg = config_of("grpo", *SETTINGS, *given, *settings)
     prompts, _ = prompt_rows(cfg.data, load_tokenizer(cfg.model), cfg.seed)
     rollouts = Rollouts(cfg, prompts, pad_id=0)
-    samples = [Sample([5] * length, [-1.0] * length, True) for length in lengths]
+    samples = [Completion([5] * length, [-1.0] * length, True) for length in lengths]
     scores = Scores(rewards, [[reward] for reward in rewards], [""] * len(rewards))
     rollouts.sample(lambda *_: samples, lambda *_: scores)  # type: ignore[arg-type]
     return cfg, rollouts

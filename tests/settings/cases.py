@@ -349,7 +349,7 @@ REFUSED = {
         "reward classify",
         "memory.loss_chunk_tokens memory.tied_gradient memory.loss_accumulation_dtype",
     ),
-    "texts are classified as they are": (
+    "this recipe reads texts as they are": (
         "classify",
         "data.chat_template data.system data.chat_template_kwargs data.separator data.chat",
     ),

@@ -40,7 +40,7 @@ def test_without_a_terminal_lines_come_now_and_then(screen, monkeypatch):
     with ProgressBar(0, 100) as bar:
         for step in range(1, 101):
             clock[0] += 1
-            bar.update(row(step))
+            bar.written(row(step))
     steps = [int(line.split()[1].split("/")[0]) for line in file.getvalue().splitlines()]
     assert steps == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100]
     assert "loss 1.25" in file.getvalue()
@@ -53,7 +53,7 @@ def test_time_left_counts_from_where_this_start_began(screen, monkeypatch):
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
     with ProgressBar(90, 100) as bar:
         for clock[0], step, left in ((20.0, 92, "1 min 20 s left"), (32.0, 94, "36 s left")):
-            bar.update(row(step))  # 8 steps of 10 s; 6 steps of 6 s, without the 1st, which compiles
+            bar.written(row(step))  # 8 steps of 10 s; 6 steps of 6 s, without the 1st, which compiles
             assert left in file.getvalue()
 
 
@@ -75,11 +75,11 @@ ONLINE = {"reward": 0.5, "reward_std": 0.25, "completion_length": 9.0, "kl": 0.1
 def test_the_objectives_progress_comes_first_and_fits_a_terminal(more, state, screen):
     file = screen()
     with ProgressBar(0, 10) as bar:
-        bar.update({**row(1), **more})
+        bar.written({**row(1), **more})
     assert f"  {state}  peak 3.00 GiB  " in file.getvalue()
     file = screen(force_terminal=True, width=80)
     with ProgressBar(0, 10) as bar:
-        bar.update({**row(1), **more})
+        bar.written({**row(1), **more})
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).splitlines()
     (drawn,) = {line.strip() for line in lines if "left  " in line}
     shown = drawn.partition("left  ")[2]
@@ -90,7 +90,7 @@ def test_the_objectives_progress_comes_first_and_fits_a_terminal(more, state, sc
 def test_on_a_terminal_a_bar_is_shown_and_cleared(screen):
     file = screen(force_terminal=True, width=150)
     with ProgressBar(0, 10) as bar:
-        bar.update(row(4, loss=None))
+        bar.written(row(4, loss=None))
         log.say("saved", "somewhere")
     shown = file.getvalue()
     assert "4/10" in shown
@@ -128,7 +128,7 @@ def test_in_a_notebook_one_bar_and_one_curve_are_updated(notebook, monkeypatch, 
             clock[0] += 0.5
             with lines.open("a") as file:
                 file.write(json.dumps({**row(step), "reward": step / 9, "eval_reward": 1.0}) + "\n")
-            bar.update(row(step))
+            bar.written(row(step))
     bars, curves = notebook
     steps = [output["text/plain"].split("/")[0] for output in bars]
     assert steps == ["1", *map(str, range(5, 22, 4)), "22"], "every 2 s, and at the end"
@@ -142,6 +142,6 @@ def test_what_fails_to_draw_ends_the_drawing_and_not_the_run(notebook, capsys, s
     file = screen()
     with ProgressBar(0, 3, tmp_path / "none") as bar:
         for step in (1, 2, 3):
-            bar.update(row(step))
+            bar.written(row(step))
     assert notebook == []
     assert file.getvalue().count("notebook    the bar and the curve stop here: ValueError") == 1

@@ -25,6 +25,7 @@ R = G * (queries of a block) rows, C keys that a block sees, P keys of a documen
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from lean_ft.models.attention.kernels import choose_kernel
 from lean_ft.models.attention.row_attention import Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import is_on_cuda, wide_dtype
+from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
 from lean_ft.system.world import capability
 
 _BLOCK_QUERIES = 64
@@ -205,6 +207,73 @@ def _(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     grad_sinks = query.new_empty(0, dtype=wide_dtype(query)) if sinks is None else torch.empty_like(sinks)
     return *grads, grad_sinks
+
+
+def _kernel_in_plan(capability: tuple[int, int], query: Tensor, of_rows: Rows) -> tuple[str, str]:
+    """The kernel that a GPU chooses, and the reason where it is not PyTorch's."""
+    is_plain, has_sinks = of_rows.softcap is None and of_rows.ends is None, of_rows.sinks is not None
+    kernel, why = choose_kernel(
+        query.shape[-1], query.dtype, capability, is_plain=is_plain, sinks=has_sinks, compiles=True
+    )
+    why += ". Set model.dtype=bfloat16" if kernel == "eager" and query.itemsize > 2 else ""
+    return kernel, f"attention runs in blocks of eager operations (slow): {why}"
+
+
+def _launched(
+    capability: tuple[int, int], query: Tensor, key: Tensor, value: Tensor, *rows: Any
+) -> Launched | SlowPath:
+    of_rows = Rows(*rows)
+    kernel, why = _kernel_in_plan(capability, query, of_rows)
+    if kernel == "eager":
+        return SlowPath(partial(attend_rows, query, key, value, of_rows), why)
+    # Besides the kernel: two launches that find each token's document; or one for a random state, or for the sinks.
+    return Launched(3 if kernel == "own" else 2)
+
+
+def _launched_backward(
+    capability: tuple[int, int],
+    grad: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rows_and_lse: Any,
+) -> Launched | SlowPath:
+    """PyTorch's flash attention sums the queries' gradient in float32, with each document padded to 128 tokens and each head to 32
+    or 64 features, and expands the gradients of keys and values to the query heads."""
+    of_rows = Rows(*rows_and_lse[:-1])
+    (num_tokens, num_heads, head_dim), sinks = query.shape, of_rows.sinks
+    kernel, why = _kernel_in_plan(capability, query, of_rows)
+    if kernel == "eager":
+        return SlowPath(partial(attend_rows_backward, grad, query, key, value, of_rows), why)
+    if kernel == "own":  # two kernels read all, and a third the gradient
+        lse_bytes, has_sinks = 4 * num_heads * num_tokens, sinks is not None
+        again = 3 * query.nbytes + key.nbytes + value.nbytes + 2 * lse_bytes
+        return Launched(5 + has_sinks, [lse_bytes] * (1 + has_sinks), again)
+    filled_tokens = num_tokens + 128 * (len(of_rows.cu_seqlens) - 1)
+    multiple = 32 if head_dim <= 128 else 64
+    sums = 4 * filled_tokens * num_heads * -(-head_dim // multiple) * multiple
+    is_grouped = key.shape[1] < num_heads
+    number = 5 + 2 * is_grouped  # one fills the gradient of the log-sum-exp with zeros
+    if sinks is not None:  # neither these nor a random state; two kernels for gradients of sinks
+        number += 0 if sinks.requires_grad else -2
+    return Launched(number, [*[query.nbytes] * 2 * is_grouped, sums])
+
+
+def _flops(longest_document: int, query: Tensor, *_: Any) -> int:
+    """Two products of N x L x D per head; the causal mask halves each."""
+    return 2 * query.numel() * longest_document
+
+
+def _flops_backward(longest_document: int, grad: Tensor, out: Tensor, query: Tensor, *_: Any) -> int:
+    """Five products."""
+    return 5 * query.numel() * longest_document
+
+
+register_cost(torch.ops.lean_ft.document_attention, Cost(_launched, _flops, is_attention=True))
+register_cost(
+    torch.ops.lean_ft.document_attention_backward, Cost(_launched_backward, _flops_backward, is_attention=True)
+)
 
 
 def _save_for_backward(ctx, inputs, output: tuple[Tensor, Tensor]) -> None:

@@ -20,8 +20,9 @@ from torch.utils.flop_counter import register_flop_formula
 from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.layers import ACTIVATIONS, wide_dtype
-from lean_ft.models.state.linear_attention import chunks, document_numbers, gradients_of, has_kernels
+from lean_ft.models.state.linear_attention import chunks, document_numbers, gradients_of, has_kernels, recurrent_cost
 from lean_ft.models.state.state_mixer import StateMixer
+from lean_ft.system.costs import register_cost
 
 _BLOCK = 128  # tokens of a row at a time
 
@@ -100,6 +101,10 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> 
 def _num_flops_backward(grad_shape: Any, x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
     """The forward pass again, and as much for the gradients of inputs and of weights."""
     return 6 * math.prod(x_shape) * weight_shape[1]
+
+
+register_cost(torch.ops.lean_ft.causal_convolution, recurrent_cost(causal_convolution))
+register_cost(torch.ops.lean_ft.causal_convolution_backward, recurrent_cost(causal_convolution_backward))
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: Tensor) -> None:

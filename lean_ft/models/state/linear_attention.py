@@ -31,8 +31,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.layers import wide_dtype
+from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
 from lean_ft.system.installation import install_command
 from lean_ft.system.log import say
+from lean_ft.torch_private import python_function
 
 CHUNK = 64
 SEGMENT = 8 * CHUNK  # tokens between two stored states
@@ -153,6 +155,22 @@ def _num_flops_backward(
     gradients."""
     corrects = False not in (*rest, *named.values())
     return _products(key_shape, value_shape, (14, 9, 18) if corrects else (8, 4, 10))
+
+
+def recurrent_cost(operator: Any, *, is_attention: bool = False) -> Cost:
+    """The cost of an operator of a recurrent layer: plain operations without the CUDA kernels."""
+
+    def on_gpu(capability: tuple[int, int], *args: Any) -> Launched | SlowPath:
+        if has_kernels() and args[-1] is not False:  # without corrections there is no kernel
+            return Launched()
+        why = f"recurrent layers run without their CUDA kernels (slow). Run {install_command('hybrid')}"
+        return SlowPath(partial(python_function(operator), *args), why)
+
+    return Cost(on_gpu, is_attention=is_attention)
+
+
+register_cost(torch.ops.lean_ft.linear_attention, recurrent_cost(linear_attention, is_attention=True))
+register_cost(torch.ops.lean_ft.linear_attention_backward, recurrent_cost(linear_attention_backward, is_attention=True))
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:

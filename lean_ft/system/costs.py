@@ -1,0 +1,58 @@
+"""What lean_ft's own operators cost on a device, for plans. Each operator registers its costs where it is defined.
+
+`torch.utils.flop_counter.register_flop_formula` beside it counts the arithmetic.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Launched(NamedTuple):
+    """Launches of an operation, sizes of its temporary tensors, and traffic beyond reading each argument and writing each result once."""
+
+    number: int = 1
+    temporary: Sequence[int] = ()
+    repeated_bytes: int = 0
+
+
+class SlowPath(NamedTuple):
+    """Plain operations in place of a kernel; and why, with what would mend it."""
+
+    run: Callable[[], Any]
+    why: str
+
+
+def _one_launch(capability: tuple[int, int], *args: Any) -> Launched:
+    return Launched()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of an operator.
+
+    Attributes:
+        on_gpu: what a GPU of a compute capability runs for the operator's arguments.
+        flops: the arithmetic of documents of at most this many tokens, by the operator's arguments; None: as the flop formula.
+        is_attention: whether its arithmetic is as fast as attention's, rather than as a matrix product's.
+        first_factor: index of the first factor of a matrix product, whose second factor follows; None: no product that a CPU
+            computes in blocks of float32.
+    """
+
+    on_gpu: Callable[..., Launched | SlowPath] = _one_launch
+    flops: Callable[..., float] | None = None
+    is_attention: bool = False
+    first_factor: int | None = None
+
+
+_COSTS: dict[Any, Cost] = {}
+
+
+def register_cost(operator: Any, cost: Cost = Cost()) -> None:
+    """Register the cost of `torch.ops.lean_ft.NAME`. Default: one launch."""
+    _COSTS[operator] = cost
+
+
+def cost_of(operator: Any) -> Cost | None:
+    """The registered cost of an operator (`OpOverload.overloadpacket`)."""
+    return _COSTS.get(operator)

@@ -1,0 +1,88 @@
+"""Rules of the package's code: names of classes, types of public functions, and the size of functions."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import lean_ft
+
+PACKAGE = Path(lean_ft.__file__).parent
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    files = defaultdict(list)
+    for file in PACKAGE.rglob("*.py"):
+        for name in re.findall(r"^class ([A-Za-z]\w*)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            files[name].append(str(file.relative_to(PACKAGE)))
+    shared = {name: places for name, places in files.items() if len(places) > 1}
+    assert len(files) > 200
+    assert not shared, shared
+
+
+def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    """Yield public functions and the methods of public classes; not those of autograd's functions, whose context has no type."""
+    for node in body:
+        is_public = not getattr(node, "name", "_").startswith("_") or getattr(node, "name", "") in (
+            "__init__",
+            "__call__",
+        )
+        if isinstance(node, ast.FunctionDef) and is_public:
+            yield node
+        elif isinstance(node, ast.ClassDef) and is_public and "Function" not in "".join(map(ast.unparse, node.bases)):
+            yield from public_functions(node.body)
+
+
+def test_public_functions_of_losses_and_optimizers_have_types_without_any() -> None:
+    functions, vague = 0, []
+    for file in [*PACKAGE.glob("losses/*.py"), *PACKAGE.glob("optim/*.py")]:
+        for node in public_functions(ast.parse(file.read_text(encoding="utf-8")).body):
+            functions += 1
+            signature = f"{ast.unparse(node.args)} -> {ast.unparse(node.returns) if node.returns else 'Any'}"
+            vague += [f"{file.name}: {node.name}({signature})"] if re.search(r"\bAny\b", signature) else []
+    assert functions > 150
+    assert not vague, "\n".join(vague)
+
+
+MOST_LINES, MOST_PARAMETERS = 60, 7
+# Public functions whose arguments users name: losses on plain tensors, and verbs of the library.
+LARGE = {
+    "losses/linear_cross_entropy.py: linear_cross_entropy",
+    "losses/linear_distillation.py: linear_distillation",
+    "losses/linear_log_probs.py: linear_log_probs",
+    "losses/linear_log_probs.py: recomputed_log_probs",
+    "losses/policy.py: policy_loss",
+    "losses/preference.py: preference_loss",
+    "export/folder.py: export_folder",
+    "export/gguf.py: export_gguf",
+    "generation/decoding.py: sample",
+    "generation/tasks.py: run_tasks",
+    "generation/texts.py: generate",
+    "generation/texts.py: open_model",
+}
+# Verbs of the command line, whose parameters are options; operators, whose schema lists tensors; kernels.
+FREE = re.compile(r"\b(command|callback|custom_op|register_\w+|jit|autotune)\b")
+
+
+def functions(body: list[ast.stmt], is_free: bool = False) -> Iterator[tuple[ast.FunctionDef, bool]]:
+    """Yield functions and methods, and whether their size is free: of autograd's functions too."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            yield node, is_free or any(FREE.search(ast.unparse(one)) for one in node.decorator_list)
+            yield from functions(node.body)
+        elif isinstance(node, ast.ClassDef):
+            yield from functions(node.body, "Function" in "".join(map(ast.unparse, node.bases)))
+
+
+def test_functions_have_at_most_60_lines_and_7_parameters() -> None:
+    large = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node, is_free in functions(ast.parse(file.read_text(encoding="utf-8")).body):
+            arguments = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            number = len([name for name in arguments if name not in ("self", "cls")])
+            assert node.end_lineno is not None
+            if not is_free and (node.end_lineno - node.lineno >= MOST_LINES or number > MOST_PARAMETERS):
+                large.add(f"{file.relative_to(PACKAGE).as_posix()}: {node.name}")
+    assert len(LARGE) <= 12
+    assert large == LARGE, f"new: {sorted(large - LARGE)}, no longer: {sorted(LARGE - large)}"
