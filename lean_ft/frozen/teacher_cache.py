@@ -67,7 +67,6 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     trained, held_out = prepare_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=0)
     model = _load_teacher(cfg, device)
-    check_own_families()
     chunk_tokens = loss_chunk_tokens(model, cfg.memory.loss_chunk_tokens)
     weight = model.output_weight[: tokenizer.vocab_size]  # without padding, which a student may lack
     parts = [EvalBatches(trained.layout, trained.report), *([held_out] if held_out is not None else [])]
@@ -117,6 +116,7 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
 def _load_teacher(cfg: KeepTeacherConfig, device: torch.device) -> Decoder:
     quantize = quantize_as_loaded("nf4" if cfg.nf4 else "none")
     model = load_model(cfg.model.path, device, dtype=cfg.model.dtype, images=cfg.model.images, quantize=quantize)
+    check_own_families()
     apply_memory(model.requires_grad_(False).eval(), for_forward(cfg.memory), compile=cfg.compile)
     return model
 

@@ -70,7 +70,6 @@ class Spec:
     options: LoadOptions
 
 
-@names_gguf_file
 def load_model(
     path: str | Path | ModelConfig, device: str | torch.device = "cpu", **options: Unpack[LoadKeywords]
 ) -> Decoder:
@@ -89,10 +88,32 @@ def load_model(
         ValueError: if config.json or the weights are not as expected, or for a reward model or classifier without `scores`;
             nothing is allocated before this check.
     """
-    path, wanted = load_options(path, options)
-    folder = _find_folder(path, weights=not wanted.random_init)
-    spec = read_spec(folder, wanted)
-    if spec.config.num_scores and wanted.scores is None:
+    return _load(path, options, device)
+
+
+def empty_model(
+    path: str | Path | ModelConfig, *, is_quantized: bool = False, **options: Unpack[LoadKeywords]
+) -> Decoder:
+    """The model that `load_model` would return, on the meta device and without reading or quantizing weights; also a reward model
+    or classifier without `scores`. `is_quantized` ignores the quantization in config.json, which `load_model` checks."""
+    return _load(path, options, None, is_quantized)
+
+
+@names_gguf_file
+def _load(
+    path: str | Path | ModelConfig,
+    keywords: LoadKeywords,
+    device: str | torch.device | None,
+    is_quantized: bool = False,
+) -> Decoder:
+    """`load_model`; without a device `empty_model`."""
+    here, (place, options) = world(), load_options(path, keywords)
+    needs_weights = device is not None and not options.random_init
+    folder = here.read(lambda: resolve_model_path(place, weights=needs_weights), lambda: planned_model_path(place))
+    spec = read_spec(folder, options, is_quantized)
+    if device is None:
+        return build(spec)
+    if spec.config.num_scores and options.scores is None:
         kind = kind_of_scores(spec.config.num_scores)
         raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
     if gguf_file(folder) is not None:
@@ -101,25 +122,10 @@ def load_model(
 
     def open_weights() -> Fill:
         use_float32_products()
-        return random_weights(model) if wanted.random_init else _stored_weights(model)
+        return random_weights(model) if options.random_init else _stored_weights(model)
 
-    world().fill(model, open_weights, lambda fill: _fill(model, device, fill, wanted))
+    here.fill(model, open_weights, lambda fill: _fill(model, device, fill, options))
     return model
-
-
-@names_gguf_file
-def empty_model(
-    path: str | Path | ModelConfig, *, is_quantized: bool = False, **options: Unpack[LoadKeywords]
-) -> Decoder:
-    """The model that `load_model` would return, on the meta device and without reading or quantizing weights; also a reward model
-    or classifier without `scores`. `is_quantized` ignores the quantization in config.json, which `load_model` checks."""
-    path, wanted = load_options(path, options)
-    return build(read_spec(_find_folder(path, weights=False), wanted, is_quantized))
-
-
-def _find_folder(path: str | Path, weights: bool) -> Path:
-    """A model's folder, with its weights if needed."""
-    return world().read(lambda: resolve_model_path(path, weights=weights), lambda: planned_model_path(path))
 
 
 def _fill(model: Decoder, device: str | torch.device, fill: Fill, options: LoadOptions) -> None:

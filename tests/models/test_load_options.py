@@ -32,15 +32,13 @@ def test_options_by_name_replace_settings(dtype: str, keywords: LoadKeywords, ex
     assert empty_model(cfg, **keywords).dtype == expected
 
 
-def test_scores_are_labels(tmp_path):
+def test_scores_are_labels():
     for load in (
         lambda: load_model("tiny", scores=True),
         lambda: load_with_adapter(ModelConfig(path="tiny"), None, scores=True),
     ):  # type: ignore
         with pytest.raises(ValueError, match="scores is True; expected labels from lean_ft.models: REWARD_LABELS"):
             load()
-    with pytest.raises(TypeError, match="may_score"):
-        load_model("tiny", may_score=True)  # type: ignore
 
 
 @pytest.mark.parametrize("labels", [REWARD_LABELS, label_fields(["no", "yes", "maybe"], is_multi=True)])
