@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.block import LayerResult
+from lean_ft.models.block import LayerResult, Pass
 from lean_ft.models.config import DecoderConfig, LayerConfig, Parts
 from lean_ft.models.families.family import Family, number_or_null, rope_by_window
 from lean_ft.models.families.gemma import GEMMA_DEFAULTS, GEMMA_FACTS
@@ -181,14 +181,14 @@ class Gemma3nBlock(BlockWithInput):
         self.altup, self.laurel = ResidualStreams(config), LowRankBranch(config)
         super().add_others(config, layer)
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden: Tensor, *context: Any, layer_input: Tensor, **others: Any
-    ) -> LayerResult:
-        """As `Block`, with streams for hidden states; layer_input: (B, T, inputs)."""
+    def forward(self, hidden: Tensor, context: Pass) -> LayerResult:
+        """As `Block`, with streams for hidden states."""
         predicted = self.altup.predict(hidden)
-        computed, routes, kept = super().forward(predicted[..., self.altup.active, :], *context, **others)
+        computed, routes, kept = super().forward(predicted[..., self.altup.active, :], context)
         streams = self.altup.correct(predicted, computed)
-        return self.altup.add(streams, self.of_input(self.altup.read(streams), layer_input)), routes, kept
+        assert context.layer_input is not None
+        added = self.of_input(self.altup.read(streams), context.layer_input)
+        return self.altup.add(streams, added), routes, kept
 
     def joined(self, hidden: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:
         return (super().joined(hidden, normed, mixed) + self.laurel(normed)) / 2**0.5

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models.attention.attention import Attention
-from lean_ft.models.block import Block, LayerResult
+from lean_ft.models.block import Block, LayerResult, Pass
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig, Parts
 from lean_ft.models.families.family import Family, count, number_or_null, rope_by_window
 from lean_ft.models.families.gemma import GEMMA_DEFAULTS, GEMMA_FACTS
@@ -110,13 +110,10 @@ class Gemma4Block(BlockWithInput):
         self.initial = {"layer_scalar": 1.0}
         self.layer_scalar = nn.Buffer(torch.ones(1))
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden: Tensor, *context: Any, layer_input: Tensor | None = None, **others: Any
-    ) -> LayerResult:
-        """As `Block`; layer_input: (B, T, inputs)."""
-        hidden, routes, kept = super().forward(hidden, *context, **others)
-        if layer_input is not None:
-            hidden = hidden + self.of_input(hidden, layer_input)
+    def forward(self, hidden: Tensor, context: Pass) -> LayerResult:
+        hidden, routes, kept = super().forward(hidden, context)
+        if context.layer_input is not None:
+            hidden = hidden + self.of_input(hidden, context.layer_input)
         return hidden * self.layer_scalar, routes, kept
 
     def fed(self, read: Tensor, hidden: Tensor, recorded: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...] | None]:
