@@ -58,8 +58,8 @@ class Block(nn.Module):
     """One layer: token mixers (attention, a recurrent mixer or both) and a feed-forward layer, added to the residual stream.
     In some families a layer has only one of the two.
 
-    A family with another layer overrides a step: `mixed`, `joined`, `fed`, or their modules, `add_mixers`, `add_feed_forward` and
-    `add_others`. The order of the modules is that of a new model's random numbers.
+    A family with another layer overrides a step: `mixed`, `joined`, `fed`, or their modules, `add_mixers`,
+    `add_feed_forward` and `add_others`. The order of the modules is that of a new model's random numbers.
     """
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
@@ -101,8 +101,9 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, context: Pass) -> LayerResult:
         """Compute hidden states (B, T, D) from `hidden` (B, T, D).
 
-        Returns (hidden states, router logits (B * T, experts) and chosen experts (B * T, K) of a mixture, keys and values if other
-        layers use them). These are results rather than attributes, so that compilation and checkpointing handle them.
+        Returns (hidden states, router logits (B * T, experts) and chosen experts (B * T, K) of a mixture, keys and
+        values if other layers use them). These are results rather than attributes, so that compilation and
+        checkpointing handle them.
         """
         into_mixers, out_of_mixers, into_mlp, out_of_mlp = self.norms
         kept = read = routes = None
@@ -134,11 +135,13 @@ class Block(nn.Module):
         return parts[0] if len(parts) == 1 else parts[0] + parts[1], kept
 
     def joined(self, hidden: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream (B, T, D) after the token mixers, whose input was `normed` and whose output, normed, is `mixed`."""
+        """The residual stream (B, T, D) after the token mixers, whose input was `normed` and whose output, normed, is
+        `mixed`."""
         return torch.add(hidden, mixed, alpha=self.residual_multiplier)
 
     def fed(self, read: Tensor, hidden: Tensor, recorded: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The feed-forward layer's output (B, T, D) and a mixture's choices. Its input is `read`, the normed `hidden`."""
+        """The feed-forward layer's output (B, T, D) and a mixture's choices. Its input is `read`, the normed
+        `hidden`."""
         assert self.mlp is not None
         output = self.mlp(read) if recorded is None else self.mlp(read, read, recorded)
         return (output[0], output[1:]) if isinstance(output, tuple) else (output, None)

@@ -1,4 +1,5 @@
-"""Decoder configuration: the facts in which several model families differ, named by their effects, and the parts of one family."""
+"""Decoder configuration: the facts in which several model families differ, named by their effects, and the parts of one
+family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class Parts:
     """Modules of one family, in its file, that take the place of the usual modules. None: the usual module.
 
-    Each has the parameter names of the module that it replaces, and its own: compilation, sharding, adapters and files see one
-    decoder. It reads the facts of its family from `own` of `DecoderConfig` and `LayerConfig`.
+    Each has the parameter names of the module that it replaces, and its own: compilation, sharding, adapters and files
+    see one decoder. It reads the facts of its family from `own` of `DecoderConfig` and `LayerConfig`.
     """
 
     trunk: type["Trunk"] | None = None

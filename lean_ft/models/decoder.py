@@ -1,4 +1,5 @@
-"""One decoder for all families. Several families' differences are facts of `DecoderConfig`, one family's are its `parts`.
+"""One decoder for all families. Several families' differences are facts of `DecoderConfig`, one family's are its
+`parts`.
 
 Parameter names and the rotary convention follow Hugging Face, so loading and saving rename little. As in transformers, norm
 statistics and rotary angles are computed in float32, whatever the dtype of the weights.

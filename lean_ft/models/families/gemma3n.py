@@ -1,5 +1,5 @@
-"""Gemma 3n: several residual streams, of which each layer computes one and predicts the others (AltUp), a low-rank branch beside
-attention (LAuReL), gates with a cutoff, and an input of each token for each layer.
+"""Gemma 3n: several residual streams, of which each layer computes one and predicts the others (AltUp), a low-rank
+branch beside attention (LAuReL), gates with a cutoff, and an input of each token for each layer.
 
 A layer predicts all streams from its input by coefficients that depend on the token. Attention and the feed-forward layer
 compute the active stream; what they add to its prediction corrects every stream.
@@ -121,8 +121,8 @@ def _as_large_as(x: Tensor, projected: Tensor) -> Tensor:
 
 
 class SparseMLP(MLP):
-    """Of each token's gates, a cutoff is subtracted, below which they are 0: `gate_sparsity` of them if they were normally
-    distributed."""
+    """Of each token's gates, a cutoff is subtracted, below which they are 0: `gate_sparsity` of them if they were
+    normally distributed."""
 
     num_deviations: float | None  # of the cutoff, above the mean of the gates
 
@@ -161,13 +161,15 @@ class Gemma3nTrunk(TrunkWithInputs):
         super().add_others(config)
 
     def into_layers(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The streams (B, T, S, D) of embeddings (B, T, D): these, and a projection for each other stream, of equal magnitude."""
+        """The streams (B, T, S, D) of embeddings (B, T, D): these, and a projection for each other stream, of equal
+        magnitude."""
         hidden, inputs = super().into_layers(hidden, input_ids)
         projected = (_as_large_as(hidden, project(hidden)) for project in self.altup_projections)
         return torch.stack((hidden, *projected), -2), inputs
 
     def out_of_layers(self, hidden: Tensor) -> Tensor:
-        """Of streams (B, T, S, D): the mean of the first and of projections of the others, of equal magnitude, normed."""
+        """Of streams (B, T, S, D): the mean of the first and of projections of the others, of equal magnitude,
+        normed."""
         first, *others = hidden.unbind(-2)
         pairs = zip(self.altup_unembed_projections, others, strict=True)
         projected = [_as_large_as(first, project(x)) for project, x in pairs]

@@ -1,4 +1,5 @@
-"""Gemma 4: an input of each token for each layer, a mixture of experts beside the feed-forward layer, and a scalar per layer.
+"""Gemma 4: an input of each token for each layer, a mixture of experts beside the feed-forward layer, and a scalar per
+layer.
 
 Shapes: B batch, T tokens of a row, D hidden size, N tokens of a batch, E experts, K experts per token.
 """
@@ -96,8 +97,8 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Block(BlockWithInput):
-    """The mixture of experts and the feed-forward layer are added, each between its own norms. The output is multiplied by a
-    number that is stored and not trained."""
+    """The mixture of experts and the feed-forward layer are added, each between its own norms. The output is multiplied
+    by a number that is stored and not trained."""
 
     def add_feed_forward(self, config: DecoderConfig, layer: LayerConfig) -> None:
         self.mixture = None if layer.mixture is None else MixtureOfExperts.of(config, layer.mixture)
