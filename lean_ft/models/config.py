@@ -43,7 +43,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """A mixture of experts, usually instead of a feed-forward layer."""
+    """A mixture of experts, usually instead of a feed-forward layer.
+
+    The formula of the experts is here even where one family has it, because the kernels of `mix` read it.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -146,7 +149,7 @@ MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer."""
+    """One layer. What it attends to is here even where one family has it, because caches, kernels and plans read it."""
 
     rope: RopeConfig | None  # None: no rotary embedding
     window: int | None = None  # sliding window: positions that a query sees, including its own; None: all up to its own
