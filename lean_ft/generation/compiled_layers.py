@@ -11,9 +11,10 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lean_ft.models import Decoder, DecoderConfig
+from lean_ft.models.block import Pass
 from lean_ft.torch_private import dynamo, uncompiled
 
 MOST_KINDS = 64  # compiled kinds of layers and batches; beyond this number the compiler falls back to eager mode
@@ -47,17 +48,18 @@ def _is_plain(config: DecoderConfig, i: int) -> bool:
     return layer.has_attention and alone and layer.mixture is None and config.latent is None
 
 
-def _forward(layer: nn.Module, *args: Any, **others: Any) -> Any:
+def _forward(layer: nn.Module, hidden: Tensor, context: Pass) -> Any:
     attention: Any = layer.self_attn
-    kept, _ = args[4]
+    kept, _ = context.cache
+    assert kept is not None, "generation has a cache"
     # Create the mask before the first of the layers that share it.
     kept.owner.visible(attention.scoring.window, attention.scoring.chunk)
     with dynamo.config.patch(recompile_limit=MOST_KINDS):
-        return _compiled()(layer, *args, **others)
+        return _compiled()(layer, hidden, context)
 
 
-def _run(layer: nn.Module, *args: Any, **others: Any) -> Any:
-    return type(layer).forward(layer, *args, **others)  # without the wrapper of activation checkpointing
+def _run(layer: nn.Module, hidden: Tensor, context: Pass) -> Any:
+    return type(layer).forward(layer, hidden, context)  # without the wrapper of activation checkpointing
 
 
 @cache

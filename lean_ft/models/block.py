@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens of a row, D hidden size.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,20 @@ _MIXERS: dict[type, tuple[str, type[StateMixer]]] = {
     Mamba2Config: ("mamba", Mamba2),
 }
 
+
+class Pass(NamedTuple):
+    """What a layer reads beside its hidden states."""
+
+    cos: Tensor | None  # (B or 1, T, rotated features), as `RotaryEmbedding` returns it; None without rotation
+    sin: Tensor | None
+    cu_seqlens: Tensor | None = None  # (documents + 1,)
+    cache: tuple[LayerCache | None, StateCache | None] = (None, None)
+    sight: Sight | None = None
+    shared: KeysAndValues | None = None  # of an earlier layer, if this layer attends to them
+    layer_input: Tensor | None = None  # (B, T, inputs), in families with an input of each layer
+    recorded: Tensor | None = None  # (B, T, K) experts, as in `Router.choose`
+
+
 # Hidden states (B, T, D), router logits and choices of a mixture, and keys and values for other layers.
 LayerResult = tuple[Tensor, tuple[Tensor, ...] | None, KeysAndValues | None]
 
@@ -44,8 +58,8 @@ class Block(nn.Module):
     """One layer: token mixers (attention, a recurrent mixer or both) and a feed-forward layer, added to the residual stream.
     In some families a layer has only one of the two.
 
-    A family with another layer overrides a step: `mixed`, `joined`, `fed`, or their modules, `add_mixers`, `add_feed_forward` and
-    `add_others`. The order of the modules is that of a new model's random numbers.
+    A family with another layer overrides a step: `mixed`, `joined`, `fed`, or their modules, `add_mixers`,
+    `add_feed_forward` and `add_others`. The order of the modules is that of a new model's random numbers.
     """
 
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
@@ -84,24 +98,12 @@ class Block(nn.Module):
     def add_others(self, config: DecoderConfig, layer: LayerConfig) -> None:
         """Modules beside those of all families."""
 
-    def forward(
-        self,
-        hidden: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        cu_seqlens: Tensor | None = None,
-        cache: tuple[LayerCache | None, StateCache | None] = (None, None),
-        sight: Sight | None = None,
-        shared: KeysAndValues | None = None,
-        recorded: Tensor | None = None,
-    ) -> LayerResult:
+    def forward(self, hidden: Tensor, context: Pass) -> LayerResult:
         """Compute hidden states (B, T, D) from `hidden` (B, T, D).
 
-        cos and sin: (B or 1, T, rotated features), or None. shared: keys and values of an earlier layer that this layer
-        attends to. recorded: (B, T, K) experts, as in `Router.choose`.
-
-        Returns (hidden states, router logits (B * T, experts) and chosen experts (B * T, K) of a mixture, keys and values if other
-        layers use them). These are results rather than attributes, so that compilation and checkpointing handle them.
+        Returns (hidden states, router logits (B * T, experts) and chosen experts (B * T, K) of a mixture, keys and
+        values if other layers use them). These are results rather than attributes, so that compilation and
+        checkpointing handle them.
         """
         into_mixers, out_of_mixers, into_mlp, out_of_mlp = self.norms
         kept = read = routes = None
@@ -109,37 +111,37 @@ class Block(nn.Module):
             normed = self.normed(into_mixers, hidden)
             if self.is_parallel:
                 read = self.normed(into_mlp, normed if into_mlp is None else hidden)
-            added, kept = self.mixed(normed, (cos, sin, cu_seqlens), cache, sight, shared)
+            added, kept = self.mixed(normed, context)
             hidden = self.joined(hidden, normed, self.normed(out_of_mixers, added))
         if self.mlp is not None:
             read = self.normed(into_mlp, hidden) if read is None else read
-            added, routes = self.fed(read, hidden, recorded)
+            added, routes = self.fed(read, hidden, context.recorded)
             hidden = torch.add(hidden, self.normed(out_of_mlp, added), alpha=self.residual_multiplier)
         return hidden, routes, kept
 
-    def mixed(
-        self, normed: Tensor, context: Any, cache: Any, sight: Sight | None, shared: KeysAndValues | None
-    ) -> tuple[Tensor, KeysAndValues | None]:
+    def mixed(self, normed: Tensor, context: Pass) -> tuple[Tensor, KeysAndValues | None]:
         """The sum (B, T, D) of the token mixers' outputs, and keys and values for other layers."""
-        parts, kept = [], None
+        parts, kept, (of_attention, of_state) = [], None, context.cache
         for name in self.mixer_names:
             mixer = getattr(self, name)
             if name != _ATTENTION:
-                parts.append(mixer(normed, *context, cache[1], sight))
+                parts.append(mixer(normed, *context[:3], of_state, context.sight))
                 continue
-            others = {} if shared is None else {"shared": shared}
-            attended = mixer(normed, *context, cache[0], sight, **others)
+            others = {} if context.shared is None else {"shared": context.shared}
+            attended = mixer(normed, *context[:3], of_attention, context.sight, **others)
             if isinstance(attended, tuple):
                 attended, kept = attended
             parts.append(attended)
         return parts[0] if len(parts) == 1 else parts[0] + parts[1], kept
 
     def joined(self, hidden: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream (B, T, D) after the token mixers, whose input was `normed` and whose output, normed, is `mixed`."""
+        """The residual stream (B, T, D) after the token mixers, whose input was `normed` and whose output, normed, is
+        `mixed`."""
         return torch.add(hidden, mixed, alpha=self.residual_multiplier)
 
     def fed(self, read: Tensor, hidden: Tensor, recorded: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The feed-forward layer's output (B, T, D) and a mixture's choices. Its input is `read`, the normed `hidden`."""
+        """The feed-forward layer's output (B, T, D) and a mixture's choices. Its input is `read`, the normed
+        `hidden`."""
         assert self.mlp is not None
         output = self.mlp(read) if recorded is None else self.mlp(read, read, recorded)
         return (output[0], output[1:]) if isinstance(output, tuple) else (output, None)

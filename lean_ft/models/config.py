@@ -1,4 +1,5 @@
-"""Decoder configuration: the facts in which several model families differ, named by their effects, and the parts of one family."""
+"""Decoder configuration: the facts in which several model families differ, named by their effects, and the parts of one
+family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class Parts:
     """Modules of one family, in its file, that take the place of the usual modules. None: the usual module.
 
-    Each has the parameter names of the module that it replaces, and its own: compilation, sharding, adapters and files see one
-    decoder. It reads the facts of its family from `own` of `DecoderConfig` and `LayerConfig`.
+    Each has the parameter names of the module that it replaces, and its own: compilation, sharding, adapters and files
+    see one decoder. It reads the facts of its family from `own` of `DecoderConfig` and `LayerConfig`.
     """
 
     trunk: type["Trunk"] | None = None
@@ -42,7 +43,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """A mixture of experts, usually instead of a feed-forward layer."""
+    """A mixture of experts, usually instead of a feed-forward layer.
+
+    The formula of the experts is here even where one family has it, because the kernels of `mix` read it.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -145,7 +149,7 @@ MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer."""
+    """One layer. What it attends to is here even where one family has it, because caches, kernels and plans read it."""
 
     rope: RopeConfig | None  # None: no rotary embedding
     window: int | None = None  # sliding window: positions that a query sees, including its own; None: all up to its own

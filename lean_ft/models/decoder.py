@@ -1,4 +1,5 @@
-"""One decoder for all families. Several families' differences are facts of `DecoderConfig`, one family's are its `parts`.
+"""One decoder for all families. Several families' differences are facts of `DecoderConfig`, one family's are its
+`parts`.
 
 Parameter names and the rotary convention follow Hugging Face, so loading and saving rename little. As in transformers, norm
 statistics and rotary angles are computed in float32, whatever the dtype of the weights.
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lean_ft.images.batch import Images
 from lean_ft.models.attention.attention import KeysAndValues, Sight
+from lean_ft.models.block import Pass
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.few_rows import few_rows_linear
@@ -212,14 +214,15 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.model.layers):
             rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
             cos, sin = (None, None) if rope is None else rotations[rope]
-            others: dict[str, Any] = {} if kv_from_layer is None else {"shared": keys_and_values[kv_from_layer]}
-            if inputs:
-                others["layer_input"] = inputs[i]
-            if self.config.layers[i].mixture is not None:
-                others |= routes.arguments()
-            layer_cache = (None, None) if cache is None else cache.layer(i)
-            seen = wider if self.config.sees_images(i) else sight
-            hidden, routed, keys_and_values[i] = layer(hidden, cos, sin, cu_seqlens, layer_cache, seen, **others)
+            context = Pass(
+                *(cos, sin, cu_seqlens),
+                cache=(None, None) if cache is None else cache.layer(i),
+                sight=wider if self.config.sees_images(i) else sight,
+                shared=None if kv_from_layer is None else keys_and_values[kv_from_layer],
+                layer_input=inputs[i] if inputs else None,
+                recorded=None if self.config.layers[i].mixture is None else routes.recorded(),
+            )
+            hidden, routed, keys_and_values[i] = layer(hidden, context)
             if routed is not None:
                 routes.add(i, *routed)
             if images is not None and i < len(deep):

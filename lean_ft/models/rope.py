@@ -143,7 +143,8 @@ def _dynamic(rope: RopeConfig, size: int, lengths: Tensor) -> Tensor:
 
 
 class RotaryEmbedding:
-    """Cos and sin of positions. Not an nn.Module, because `model.to(torch.bfloat16)` would round a buffer of frequencies.
+    """Cos and sin of positions. Not an nn.Module, because `model.to(torch.bfloat16)` would round a buffer of
+    frequencies.
 
     A family with another rotation overrides `angles` or `factor`.
     """
@@ -185,7 +186,8 @@ class RotaryEmbedding:
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def angles(self, turned: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """The angles (B, T, R / 2) of positions (B, T). turned: the positions, (B, T, 1) or (B, T, R / 2) of each frequency."""
+        """The angles (B, T, R / 2) of positions (B, T). turned: the positions, (B, T, 1) or (B, T, R / 2) of each
+        frequency."""
         return turned.float() * self._of(positions, lengths)
 
     def factor(self, positions: Tensor, lengths: Tensor | None) -> float | Tensor:

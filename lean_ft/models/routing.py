@@ -31,9 +31,9 @@ class Routes:
         self._logits: list[Tensor] = []
         self.chosen: list[Tensor] = []  # (N, K) of each mixture, if the cache records them
 
-    def arguments(self) -> dict[str, Tensor]:
-        """Arguments of the next layer that has a mixture."""
-        return {} if self._recorded is None else {"recorded": next(self._recorded)}
+    def recorded(self) -> Tensor | None:
+        """The recorded choices (B, T, K) of the next layer that has a mixture."""
+        return None if self._recorded is None else next(self._recorded)
 
     def add(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
         """logits (N, E) and chosen experts (N, K) of a layer."""

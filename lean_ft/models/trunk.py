@@ -17,7 +17,8 @@ from lean_ft.models.positions import position_rows
 class Trunk(nn.Module):
     """The module named `model`, as in Hugging Face's format. The decoder calls its layers.
 
-    A family with another trunk overrides a step, `embedded`, `into_layers` or `out_of_layers`, or adds modules in `add_others`.
+    A family with another trunk overrides a step, `embedded`, `into_layers` or `out_of_layers`, or adds modules in
+    `add_others`.
     """
 
     num_streams = 1  # residual streams between the layers
@@ -46,7 +47,8 @@ class Trunk(nn.Module):
         return hidden
 
     def into_layers(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The first layer's input, and further inputs of each layer or none, from embeddings (B, T, D) with those of images."""
+        """The first layer's input, and further inputs of each layer or none, from embeddings (B, T, D) with those of
+        images."""
         return hidden, ()
 
     def out_of_layers(self, hidden: Tensor) -> Tensor:

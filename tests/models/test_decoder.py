@@ -12,6 +12,7 @@ from lean_ft.generation import Sampling, sample
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.memory import checkpoint_layers
 from lean_ft.models import Decoder, build_decoder, load_model
+from lean_ft.models.block import Pass
 from lean_ft.peft import apply_lora
 from lean_ft.settings import LoRAConfig
 
@@ -142,7 +143,7 @@ def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpo
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.layers[0](hidden, cos, sin, torch.tensor([0, 100, 256], dtype=torch.int32))
+        model.layers[0](hidden, Pass(cos, sin, torch.tensor([0, 100, 256], dtype=torch.int32)))
     parameters = {p.data_ptr() for p in model.parameters()} | {cos.data_ptr(), sin.data_ptr()}
     activations = [tensor for pointer, tensor in kept.items() if pointer not in parameters]
     # The inputs of both norms, what they give, queries and what is attended; keys and values; the gate, the

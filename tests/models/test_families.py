@@ -286,6 +286,56 @@ def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch, own_families)
         load_model(folder)
 
 
+OWN_PART = """
+from dataclasses import dataclass
+
+from lean_ft.models.config import Parts
+from lean_ft.models.families import Family
+from lean_ft.models.layers import MLP
+
+
+@dataclass(frozen=True)
+class Power:
+    power: int
+
+
+class PowerMLP(MLP):
+    @classmethod
+    def of(cls, config, layer):
+        mlp = super().of(config, layer)
+        mlp.power = config.own.power
+        return mlp
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x).relu() ** self.power)
+
+
+arcee = Family(
+    facts={"gated": False},
+    parts=Parts(mlp=PowerMLP),
+    own=lambda fields: Power(fields.count("power")),
+    activations={"relu2": "silu"},
+    defaults={"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "power": 2},
+)
+"""
+
+
+def test_a_row_of_the_user_with_a_part_of_its_own(make_checkpoint, tmp_path, own_families):
+    """The squared ReLU of Arcee, as if lean_ft did not have it."""
+    folder, reference = make_checkpoint("arcee")
+    del FAMILIES["arcee"]
+    (tmp_path / "own.py").write_text(OWN_PART)
+    try:
+        model = load_model(ModelConfig(path=str(folder), dtype="float32", family=f"{tmp_path}/own.py:arcee"))
+        ids = torch.arange(40)[None]
+        torch.testing.assert_close(model(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
+        (config := json.loads((folder / "config.json").read_text()))["power"] = 3
+        assert decoder_config(config) != model.config  # keys of caches and plans see the family's facts
+        assert "power=3" in repr(decoder_config(config))
+    finally:
+        OWN_FAMILIES.clear()
+
+
 def test_dropout_of_the_file_changes_nothing_and_is_reported(make_checkpoint):
     settings = {"attention_dropout": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.0, "classifier_dropout": 0.3}
     assert decoder_config({**LLAMA, **settings}) == decoder_config(LLAMA)

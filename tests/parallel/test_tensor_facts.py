@@ -1,4 +1,5 @@
-"""Every fact of a decoder, and every family's own parts, on two ranks of tensor parallelism: equal to one process, or refused."""
+"""Every fact of a decoder, and every family's own parts, on two ranks of tensor parallelism: equal to one process, or
+refused."""
 
 from dataclasses import MISSING, fields, replace
 from typing import Any
@@ -27,7 +28,8 @@ FACTORS = tuple(1.0 + 0.3 * i for i in range(8))
 LONG = {"scaling": "longrope", "original_max_positions": 12, "short_factors": (1.0,) * 8, "long_factors": FACTORS}
 GROWTH = {"query_growth": 0.3, "query_growth_positions": 4}
 
-# The arguments of `small_model` in which a fact has a value that is not neutral; several if the fact has several kinds of value.
+# The arguments of `small_model` in which a fact has a value that is not neutral; several if the fact has several kinds
+# of value.
 OF_DECODER: dict[str, list[dict[str, Any]]] = {
     "norm_placement": [{"norm_placement": name} for name in ("post", "both", "parallel", "parallel_normed")],
     "norm_centered": [CENTERED],
@@ -127,7 +129,8 @@ OF_MIXTURE = {name: [{"layer": {"mixture": one}} for one in values] for name, va
 OF_ROPE = {name: [{"layer": {"rope": replace(ROPE, **value)}} for value in values] for name, values in _ROPES.items()}
 OF_ROPE["head_dim"] = OF_LAYER["head_dim"]
 FACTS = {DecoderConfig: OF_DECODER, LayerConfig: OF_LAYER, MixtureConfig: OF_MIXTURE, RopeConfig: OF_ROPE}
-# Facts without a case: images are in test_image_towers.py, and each family with parts of its own is in `CASES_WITH_PARTS`.
+# Facts without a case: images are in test_image_towers.py, and each family with parts of its own is in
+# `CASES_WITH_PARTS`.
 WITHOUT_CASE = {DecoderConfig: {"vision", "parts", "own"}, LayerConfig: {"own"}}
 CASES_WITH_PARTS = [name for name, (model_type, _) in CASES.items() if FAMILIES[model_type].parts != Parts()]
 REFUSAL = "parallel.tensor=2 does not "

@@ -148,8 +148,8 @@ class Attention(nn.Module):
         return (result, (key, value)) if self.is_kv_source else result
 
     def projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values and the gate of each head's output: all heads' features side by side, or with `qkv_by_head` by
-        head."""
+        """Queries, keys, values and the gate of each head's output: all heads' features side by side, or with
+        `qkv_by_head` by head."""
         if self.is_fused:
             fused = self.qkv_proj(hidden)
             by_head = fused.unflatten(-1, (-1, 3 * self.head_dim)) if self.qkv_by_head else None

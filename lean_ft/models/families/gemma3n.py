@@ -1,5 +1,5 @@
-"""Gemma 3n: several residual streams, of which each layer computes one and predicts the others (AltUp), a low-rank branch beside
-attention (LAuReL), gates with a cutoff, and an input of each token for each layer.
+"""Gemma 3n: several residual streams, of which each layer computes one and predicts the others (AltUp), a low-rank
+branch beside attention (LAuReL), gates with a cutoff, and an input of each token for each layer.
 
 A layer predicts all streams from its input by coefficients that depend on the token. Attention and the feed-forward layer
 compute the active stream; what they add to its prediction corrects every stream.
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.block import LayerResult
+from lean_ft.models.block import LayerResult, Pass
 from lean_ft.models.config import DecoderConfig, LayerConfig, Parts
 from lean_ft.models.families.family import Family, number_or_null, rope_by_window
 from lean_ft.models.families.gemma import GEMMA_DEFAULTS, GEMMA_FACTS
@@ -121,8 +121,8 @@ def _as_large_as(x: Tensor, projected: Tensor) -> Tensor:
 
 
 class SparseMLP(MLP):
-    """Of each token's gates, a cutoff is subtracted, below which they are 0: `gate_sparsity` of them if they were normally
-    distributed."""
+    """Of each token's gates, a cutoff is subtracted, below which they are 0: `gate_sparsity` of them if they were
+    normally distributed."""
 
     num_deviations: float | None  # of the cutoff, above the mean of the gates
 
@@ -161,13 +161,15 @@ class Gemma3nTrunk(TrunkWithInputs):
         super().add_others(config)
 
     def into_layers(self, hidden: Tensor, input_ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The streams (B, T, S, D) of embeddings (B, T, D): these, and a projection for each other stream, of equal magnitude."""
+        """The streams (B, T, S, D) of embeddings (B, T, D): these, and a projection for each other stream, of equal
+        magnitude."""
         hidden, inputs = super().into_layers(hidden, input_ids)
         projected = (_as_large_as(hidden, project(hidden)) for project in self.altup_projections)
         return torch.stack((hidden, *projected), -2), inputs
 
     def out_of_layers(self, hidden: Tensor) -> Tensor:
-        """Of streams (B, T, S, D): the mean of the first and of projections of the others, of equal magnitude, normed."""
+        """Of streams (B, T, S, D): the mean of the first and of projections of the others, of equal magnitude,
+        normed."""
         first, *others = hidden.unbind(-2)
         pairs = zip(self.altup_unembed_projections, others, strict=True)
         projected = [_as_large_as(first, project(x)) for project, x in pairs]
@@ -181,14 +183,14 @@ class Gemma3nBlock(BlockWithInput):
         self.altup, self.laurel = ResidualStreams(config), LowRankBranch(config)
         super().add_others(config, layer)
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden: Tensor, *context: Any, layer_input: Tensor, **others: Any
-    ) -> LayerResult:
-        """As `Block`, with streams for hidden states; layer_input: (B, T, inputs)."""
+    def forward(self, hidden: Tensor, context: Pass) -> LayerResult:
+        """As `Block`, with streams for hidden states."""
         predicted = self.altup.predict(hidden)
-        computed, routes, kept = super().forward(predicted[..., self.altup.active, :], *context, **others)
+        computed, routes, kept = super().forward(predicted[..., self.altup.active, :], context)
         streams = self.altup.correct(predicted, computed)
-        return self.altup.add(streams, self.of_input(self.altup.read(streams), layer_input)), routes, kept
+        assert context.layer_input is not None
+        added = self.of_input(self.altup.read(streams), context.layer_input)
+        return self.altup.add(streams, added), routes, kept
 
     def joined(self, hidden: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:
         return (super().joined(hidden, normed, mixed) + self.laurel(normed)) / 2**0.5

@@ -1,4 +1,5 @@
-"""Gemma 4: an input of each token for each layer, a mixture of experts beside the feed-forward layer, and a scalar per layer.
+"""Gemma 4: an input of each token for each layer, a mixture of experts beside the feed-forward layer, and a scalar per
+layer.
 
 Shapes: B batch, T tokens of a row, D hidden size, N tokens of a batch, E experts, K experts per token.
 """
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models.attention.attention import Attention
-from lean_ft.models.block import Block, LayerResult
+from lean_ft.models.block import Block, LayerResult, Pass
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig, Parts
 from lean_ft.models.families.family import Family, count, number_or_null, rope_by_window
 from lean_ft.models.families.gemma import GEMMA_DEFAULTS, GEMMA_FACTS
@@ -96,8 +97,8 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Block(BlockWithInput):
-    """The mixture of experts and the feed-forward layer are added, each between its own norms. The output is multiplied by a
-    number that is stored and not trained."""
+    """The mixture of experts and the feed-forward layer are added, each between its own norms. The output is multiplied
+    by a number that is stored and not trained."""
 
     def add_feed_forward(self, config: DecoderConfig, layer: LayerConfig) -> None:
         self.mixture = None if layer.mixture is None else MixtureOfExperts.of(config, layer.mixture)
@@ -110,13 +111,10 @@ class Gemma4Block(BlockWithInput):
         self.initial = {"layer_scalar": 1.0}
         self.layer_scalar = nn.Buffer(torch.ones(1))
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden: Tensor, *context: Any, layer_input: Tensor | None = None, **others: Any
-    ) -> LayerResult:
-        """As `Block`; layer_input: (B, T, inputs)."""
-        hidden, routes, kept = super().forward(hidden, *context, **others)
-        if layer_input is not None:
-            hidden = hidden + self.of_input(hidden, layer_input)
+    def forward(self, hidden: Tensor, context: Pass) -> LayerResult:
+        hidden, routes, kept = super().forward(hidden, context)
+        if context.layer_input is not None:
+            hidden = hidden + self.of_input(hidden, context.layer_input)
         return hidden * self.layer_scalar, routes, kept
 
     def fed(self, read: Tensor, hidden: Tensor, recorded: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...] | None]:

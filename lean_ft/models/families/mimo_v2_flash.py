@@ -1,4 +1,5 @@
-"""MiMo-V2-Flash: values of fewer features than keys, multiplied by a number, and other numbers of heads in layers with a window.
+"""MiMo-V2-Flash: values of fewer features than keys, multiplied by a number, and other numbers of heads in layers with
+a window.
 
 Shapes: B batch, T tokens of a row, H heads.
 """

@@ -1,4 +1,5 @@
-"""nanochat: the last norm also norms the embeddings, rotated queries and keys are normed, and positions rotate backwards.
+"""nanochat: the last norm also norms the embeddings, rotated queries and keys are normed, and positions rotate
+backwards.
 
 Shapes: B batch, T tokens of a row, R rotated features.
 """

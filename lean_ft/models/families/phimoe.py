@@ -1,4 +1,5 @@
-"""Phi-3.5-MoE: a token's two experts are chosen one after the other (sparsemixer), and longrope has two factors of cos and sin.
+"""Phi-3.5-MoE: a token's two experts are chosen one after the other (sparsemixer), and longrope has two factors of cos
+and sin.
 
 Source: Liu et al. 2024, https://arxiv.org/abs/2409.12136, without sampling.
 
@@ -23,7 +24,8 @@ from lean_ft.system.config_fields import ConfigFields
 
 @dataclass(frozen=True)
 class Phimoe:
-    # Each weight is a softmax over the remaining experts whose scores are below the best by at most this relative margin.
+    # Each weight is a softmax over the remaining experts whose scores are below the best by at most this relative
+    # margin.
     sparsemixer_margin: float
     long_attention_factor: float  # of cos and sin beyond the original length
 
