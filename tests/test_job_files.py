@@ -38,6 +38,7 @@ ENVIRONMENT = {
     "SLURM_JOB_NUM_NODES": "4",
     "JOB_COMPLETION_INDEX": "0",
 }
+DEADLINE = 600  # seconds; processes start slowly where others use the cores
 EXPECTED = {  # file -> machines, processes on each, endpoint, who hosts it
     "one_machine.sh": (1, 8, "", None),
     "several_machines.sh": (2, 8, "node1:29500", None),
@@ -131,7 +132,7 @@ def start(script: str, machines: int) -> list[subprocess.Popen]:
 
 
 def await_until(condition: Callable[[], object], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + DEADLINE
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)
@@ -152,22 +153,21 @@ def test_a_job_saves_after_sigterm_and_its_next_start_resumes(folder, monkeypatc
     assert num_runs == 1
     script = script.replace("--nproc-per-node gpu", f"--nproc-per-node {per_machine}").replace("node1:", "localhost:")
     script = script.replace(":29500", f":{port}").replace("$HEAD:", "localhost:")
-    monkeypatch.setenv("STEPS", "400")
+    monkeypatch.setenv("STEPS", "4000")
     agents = start(script, machines)
     await_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text(), agents[0])
     for agent in agents[1:] if name == "kubernetes.yaml" else agents:  # one pod is evicted
         agent.send_signal(signal.SIGTERM)
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=DEADLINE)[0] for agent in agents]
     assert {agent.returncode for agent in agents} == {0 if name == "slurm.sbatch" else 143}, outputs
-    (checkpoint,) = run.glob("step_*")
-    saved = int(checkpoint.name.removeprefix("step_"))
-    assert saved < 400
+    saved = int(max(run.glob("step_*")).name.removeprefix("step_"))
+    assert saved < 4000
     if name == "slurm.sbatch":
         calls = (folder / "calls").read_text().splitlines()
         assert calls[1:] == ["srun --kill-on-bad-exit=1", "scancel --signal=TERM 17", "scontrol requeue 17"]
     monkeypatch.setenv("STEPS", f"{saved + 2}")
     agents = start(script, machines)
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=DEADLINE)[0] for agent in agents]
     assert {agent.returncode for agent in agents} == {0} and "resuming" in "".join(outputs), outputs
     steps = [json.loads(line).get("step") for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert saved + 2 in steps
