@@ -274,6 +274,8 @@ class Decoding:
                 row.longest = max(self._context, len(row.prompt) + 1)
         # Equal prompts and equal lengths are together.
         self._queue = sorted(rows, key=lambda row: (-len(row.prompt), row.prompt.ids.tolist(), _identity(row.prompt)))
+        # Tokens of the longest row.
+        self._capacity = len(self._queue[0].prompt) + sampling.max_new_tokens + self._waiting.max_given_tokens
         self._fits_at_once = len(rows) <= options.room
         self._batch: list[RunningRow] = []
         self._graphs: StepGraphs | None = None
@@ -297,14 +299,13 @@ class Decoding:
 
     def _begin(self) -> Iterator[dict[int, int]]:
         """Read the first rows' prompts, and choose their first tokens."""
-        options, given = self._options, self._waiting.max_given_tokens
-        capacity = len(self._queue[0].prompt) + self._sampling.max_new_tokens + given
-        first, copies = self._queue[: options.room], 2 if given else 1
-        self._batch = world().generate(self._model, first, capacity, options.packed_bytes, copies)
+        options, first = self._options, self._queue[: self._options.room]
+        copies = 2 if self._waiting.max_given_tokens else 1
+        self._batch = world().generate(self._model, first, self._capacity, options.packed_bytes, copies)
         self._queue = self._queue[options.room :] if self._batch else []  # none in a plan
         if not self._batch:
             return
-        self._cache = self._model.new_cache(len(self._batch), capacity, options.records_experts)
+        self._cache = self._model.new_cache(len(self._batch), self._capacity, options.records_experts)
         hidden = yield from _read(self._model, self._batch, self._cache, options.prompt_part)
         self._next = NextTokens(self._model, self._cache, self._sampling, options)
         self._device = hidden.device
@@ -398,7 +399,7 @@ class Decoding:
             part = self._part(new)
             hidden = yield from _read(self._model, new, part, self._options.prompt_part)
             self._append(new, part, hidden)
-        for group in divided(list(compress(replied, keeps)), self._cache.capacity, PROMPT_TOKENS):
+        for group in divided(list(compress(replied, keeps)), self._capacity, PROMPT_TOKENS):
             rows, copies = zip(*group, strict=True)
             part = self._part(rows)
             part.put(copies)

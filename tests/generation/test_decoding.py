@@ -1,7 +1,9 @@
 """Generation compared with transformers' greedy search, alone and in batches, and with reference draws."""
 
 import base64
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -145,6 +147,26 @@ def test_stop_texts_end_an_answer_wherever_tokens_are_cut(make_checkpoint):
     assert (found.ids, found.ended) == (free[:end], True)
     with pytest.raises(ValueError, match="stop_texts need `decode`"):
         sample(model, PROMPTS, Sampling(12, stop_texts=("x",)))
+
+
+def test_the_cache_is_freed_without_a_garbage_collection(make_checkpoint):
+    model, caches = load_model(make_checkpoint("llama")[0]), []
+    made = model.new_cache
+
+    def new_cache(*shape):
+        caches.append(weakref.ref(cache := made(*shape)))
+        return cache
+
+    model.new_cache = new_cache
+    gc.disable()
+    try:
+        sample(model, PROMPTS, Sampling(4, 1.0))
+        steps = sample_steps(model, PROMPTS, Sampling(4, 1.0))
+        next(steps)
+        steps.close()
+        assert [cache() for cache in caches] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_logits_that_are_not_finite_end_it_with_a_reason(make_checkpoint):
