@@ -11,7 +11,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from lean_ft.models.config import Parts
+from lean_ft.models.config import FamilyParts
 from lean_ft.models.families import FAMILIES, Family
 from lean_ft.models.families.older import spelled
 from lean_ft.system.config_fields import ConfigFields
@@ -61,7 +61,7 @@ def text(value: Any) -> str:
         kind, *given = reader_of(value)
         kind = {"positive": "number", "positive_or_null": "number_or_null"}.get(kind, kind)
         return f"{kind}({', '.join(given)})"
-    if not callable(value) and not isinstance(value, dict | Parts):
+    if not callable(value) and not isinstance(value, dict | FamilyParts):
         return repr(value).replace("'", '"')
     if callable(value) and value in MADE:
         return MADE[value]

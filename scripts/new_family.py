@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lean_ft.models import DecoderConfig, load_model  # noqa: E402
-from lean_ft.models.config import MixtureConfig, Parts  # noqa: E402
+from lean_ft.models.config import FamilyParts, MixtureConfig  # noqa: E402
 from lean_ft.models.config_json import _DEFAULTS, as_its_family  # noqa: E402
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, Family  # noqa: E402
 from lean_ft.models.families.family import count, flag, number  # noqa: E402
@@ -217,7 +217,7 @@ def readable(row: Family, search: Search) -> Family:
     for part in ("facts", "mixture"):
         row = edited(row, *(Edit(part, name, ABSENT) for name, fact in getattr(row, part).items() if fails(fact)))
     if row.own is not None and fails(row.own):
-        row = replace(row, own=None, parts=Parts())
+        row = replace(row, own=None, parts=FamilyParts())
     for name, args in {
         "has_window": (0,),
         "rope": (0, False),

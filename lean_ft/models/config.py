@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parts:
+class FamilyParts:
     """Modules of one family, in its file, that take the place of the usual modules. None: the usual module.
 
     Each has the parameter names of the module that it replaces, and its own: compilation, sharding, adapters and files
@@ -224,7 +224,7 @@ class DecoderConfig:
     vision: VisionConfig | None = None  # None: the model does not read images
     # A reward model or classifier: scores per position that the output layer returns instead of logits.
     num_scores: int = 0
-    parts: Parts = Parts()
+    parts: FamilyParts = FamilyParts()
     own: Any = None  # the facts of one family, a frozen dataclass in its file, for `parts` alone
 
     def sees_images(self, layer: int) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lean_ft.models import Decoder
 from lean_ft.models.attention.attention import Attention
-from lean_ft.models.config import Parts
+from lean_ft.models.config import FamilyParts
 from lean_ft.models.layers import MLP
 from lean_ft.parallel.collectives import gather_tokens, scatter_tokens, sum_over
 from lean_ft.parallel.ranks import TENSOR, ManyRanks
@@ -79,7 +79,7 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
         "keys and values made from one latent vector": config.latent is not None,
         "layers that use another layer's keys": bool(config.kv_source_layers),
         "learned positions": config.position_row is not None,
-        "modules that only its family has": config.parts != Parts() and not config.parts.splits,
+        "modules that only its family has": config.parts != FamilyParts() and not config.parts.splits,
         "norms over the queries and keys of all heads together": config.qk_norm == "projection",
         "norms of queries and keys with a weight for each head": config.qk_norm == "centered_by_head",
     }

@@ -289,7 +289,7 @@ def test_a_row_of_the_user(make_checkpoint, tmp_path, monkeypatch, own_families)
 OWN_PART = """
 from dataclasses import dataclass
 
-from lean_ft.models.config import Parts
+from lean_ft.models.config import FamilyParts
 from lean_ft.models.families import Family
 from lean_ft.models.layers import MLP
 
@@ -312,7 +312,7 @@ class PowerMLP(MLP):
 
 arcee = Family(
     facts={"gated": False},
-    parts=Parts(mlp=PowerMLP),
+    parts=FamilyParts(mlp=PowerMLP),
     own=lambda fields: Power(fields.count("power")),
     activations={"relu2": "silu"},
     defaults={"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "power": 2},

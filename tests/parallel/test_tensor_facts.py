@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from lean_ft.models import Decoder, decoder_config
-from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig, Parts
+from lean_ft.models.config import DecoderConfig, FamilyParts, LayerConfig, MixtureConfig
 from lean_ft.models.families import FAMILIES
 from lean_ft.models.rope import RopeConfig
 from lean_ft.parallel.tensor import check_divides
@@ -132,7 +132,7 @@ FACTS = {DecoderConfig: OF_DECODER, LayerConfig: OF_LAYER, MixtureConfig: OF_MIX
 # Facts without a case: images are in test_image_towers.py, and each family with parts of its own is in
 # `CASES_WITH_PARTS`.
 WITHOUT_CASE = {DecoderConfig: {"vision", "parts", "own"}, LayerConfig: {"own"}}
-CASES_WITH_PARTS = [name for name, (model_type, _) in CASES.items() if FAMILIES[model_type].parts != Parts()]
+CASES_WITH_PARTS = [name for name, (model_type, _) in CASES.items() if FAMILIES[model_type].parts != FamilyParts()]
 REFUSAL = "parallel.tensor=2 does not "
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lean_ft.models.config import MixtureConfig, Parts
+from lean_ft.models.config import FamilyParts, MixtureConfig
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, every_layer, flag, number, partial_rope
 from lean_ft.models.families.mixtures import (
@@ -92,7 +92,7 @@ CORRECTED_MIXTURES: dict[str, Family] = {
             "shared_name": "shared_experts", "has_score_correction": True, "router_in_float32": True,
             "router_weight_in_float32": True, "router_aux_loss_coef": router_aux_loss_coef,
         },
-        parts=Parts(router=RouterWithRow.of, splits=True),
+        parts=FamilyParts(router=RouterWithRow.of, splits=True),
         has_mixture=_every_nth_layer_between,
         on_disk={"mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",), **EXPERTS_ON_DISK},
         defaults={

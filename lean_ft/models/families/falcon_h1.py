@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lean_ft.models.attention.attention import Attention, KeysAndValues
 from lean_ft.models.cache import StateCache
-from lean_ft.models.config import DecoderConfig, LayerConfig, Mamba2Config, Parts
+from lean_ft.models.config import DecoderConfig, FamilyParts, LayerConfig, Mamba2Config
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, flag, number
 from lean_ft.models.families.mamba import FEED_FORWARD_ON_DISK, MAMBA_DEFAULTS, mamba2
 from lean_ft.models.layers import MLP
@@ -127,7 +127,7 @@ FALCON_H1: dict[str, Family] = {
             "embedding_multiplier": number("embedding_multiplier"),
             "logits_divisor": lambda fields: 1 / fields.positive("lm_head_multiplier"),
         },
-        parts=Parts(attention=FalconAttention, mlp=FalconMLP, mixer=FalconMamba2), own=_own,
+        parts=FamilyParts(attention=FalconAttention, mlp=FalconMLP, mixer=FalconMamba2), own=_own,
         mixers={"hybrid": _mixer}, layer_type=lambda fields, layer: "hybrid", on_disk=FEED_FORWARD_ON_DISK,
         defaults={
             **MAMBA_DEFAULTS,

@@ -6,7 +6,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from lean_ft.models.config import MixerConfig, Parts
+from lean_ft.models.config import FamilyParts, MixerConfig
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
 from lean_ft.system.config_fields import ConfigFields
@@ -92,7 +92,7 @@ class Family:
     # Facts of DecoderConfig: a value, or a function that reads it from config.json.
     facts: Mapping[str, Any] = field(default_factory=dict)
     # Modules that only this family has, and a function that reads their facts from config.json: `DecoderConfig.own`.
-    parts: Parts = field(default_factory=Parts)
+    parts: FamilyParts = field(default_factory=FamilyParts)
     own: Callable[[ConfigFields], Any] | None = None
     # Values of absent fields. None for num_key_value_heads means as many as query heads.
     defaults: Mapping[str, Any] = field(default_factory=dict)

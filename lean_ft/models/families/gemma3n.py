@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.block import LayerResult, Pass
-from lean_ft.models.config import DecoderConfig, LayerConfig, Parts
+from lean_ft.models.config import DecoderConfig, FamilyParts, LayerConfig
 from lean_ft.models.families.family import Family, number_or_null, rope_by_window
 from lean_ft.models.families.gemma import GEMMA_DEFAULTS, GEMMA_FACTS
 from lean_ft.models.families.gemma4 import BlockWithInput, LayerInputs, TrunkWithInputs, kv_from_layer
@@ -240,7 +240,7 @@ GEMMA3N: dict[str, Family] = {
             **GEMMA_FACTS, "norm_weight_offset": 0.0, "norm_placement": "both", "qk_norm": "head", "value_norm": True,
             "attention_scale": 1.0, "logits_softcap": number_or_null("final_logit_softcapping"),
         },
-        parts=Parts(trunk=Gemma3nTrunk, block=Gemma3nBlock, mlp=SparseMLP), own=_own,
+        parts=FamilyParts(trunk=Gemma3nTrunk, block=Gemma3nBlock, mlp=SparseMLP), own=_own,
         has_window=lambda fields, layer: (layer + 1) % 5 != 0, reads_layer_types=True, rope=rope_by_window,
         layer_facts=_gemma3n_layer_facts, preprocessed=_gemma3n_fields,
         defaults={

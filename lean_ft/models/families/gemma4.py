@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.attention.attention import Attention
 from lean_ft.models.block import Block, LayerResult, Pass
-from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig, Parts
+from lean_ft.models.config import DecoderConfig, FamilyParts, LayerConfig, MixtureConfig
 from lean_ft.models.families.family import Family, count, number_or_null, rope_by_window
 from lean_ft.models.families.gemma import GEMMA_DEFAULTS, GEMMA_FACTS
 from lean_ft.models.layers import MLP, RMSNorm, gated, residual_norm, unit_rms, wide
@@ -212,7 +212,7 @@ _GEMMA_4 = Family(
         **GEMMA_FACTS, "norm_weight_offset": 0.0, "norm_placement": "both", "qk_norm": "head", "value_norm": True,
         "attention_scale": 1.0, "logits_softcap": number_or_null("final_logit_softcapping"),
     },
-    parts=Parts(
+    parts=FamilyParts(
         trunk=TrunkWithInputs, block=Gemma4Block, attention=Gemma4Attention, router=NormedRouter, splits=True,
     ),
     own=lambda fields: LayerInputs(0, 0),

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from lean_ft.models.config import DeltaRuleConfig, Parts, ShortConvolutionConfig
+from lean_ft.models.config import DeltaRuleConfig, FamilyParts, ShortConvolutionConfig
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, number, partial_rope
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, MIXTURE, MIXTURE_DEFAULTS, every_nth_layer_but_some
 from lean_ft.models.moe import Router
@@ -127,7 +127,7 @@ HYBRIDS: dict[str, Family] = {
             "has_score_correction": flag("use_expert_bias"), "weights_factor": number("routed_scaling_factor"),
             "router_aux_loss_coef": 0.0,
         },
-        parts=Parts(router=Lfm2Router.of, splits=True),
+        parts=FamilyParts(router=Lfm2Router.of, splits=True),
         has_mixture=lambda fields, layer: layer >= fields.count("num_dense_layers", least=0),
         on_disk={
             "mlp.gate.e_score_correction_bias": ("feed_forward.expert_bias",),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lean_ft.models.attention.attention import Attention
-from lean_ft.models.config import DecoderConfig, MixtureConfig, Parts
+from lean_ft.models.config import DecoderConfig, FamilyParts, MixtureConfig
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, has_rope
 from lean_ft.models.families.mixtures import num_experts_of
 from lean_ft.models.layers import unit_rms
@@ -72,7 +72,7 @@ LLAMA4: dict[str, Family] = {
     "llama4_text": Family(
         facts={**ATTENTION_BIAS, "intermediate_size": count("intermediate_size_mlp")}, has_window=has_rope,
         window_kind="chunked_attention", reads_layer_types=True,
-        parts=Parts(attention=Llama4Attention, experts=Llama4Experts, rotary=Llama4Rotary, splits=True),
+        parts=FamilyParts(attention=Llama4Attention, experts=Llama4Experts, rotary=Llama4Rotary, splits=True),
         layer_facts=_layer_facts,
         # An empty list is none.
         preprocessed=lambda config: {k: v for k, v in config.items() if k != "no_rope_layers" or v},

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lean_ft.models.attention.attention import Attention
-from lean_ft.models.config import DecoderConfig, Parts
+from lean_ft.models.config import DecoderConfig, FamilyParts
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS
 from lean_ft.models.families.family import Family, flag, rope_by_window
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, sparse_layers
@@ -90,7 +90,7 @@ def _with_window_and_own_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 MIMO_V2_FLASH: dict[str, Family] = {
     "mimo_v2_flash": Family(
         facts={"qkv_bias": flag("attention_bias"), "attention_sinks": True},
-        parts=Parts(attention=MimoAttention, splits=True), own=_own,
+        parts=FamilyParts(attention=MimoAttention, splits=True), own=_own,
         has_window=_all_but_the_first_and_every_sixth, reads_layer_types=True, layer_facts=_window_heads,
         rope=_partial_rope_by_window, preprocessed=_with_window_and_own_rope,
         mixture={**CORRECTED_MIXTURE, "shared_intermediate_size": 0}, has_mixture=sparse_layers,

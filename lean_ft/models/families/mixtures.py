@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lean_ft.models.config import MixtureConfig, Parts
+from lean_ft.models.config import FamilyParts, MixtureConfig
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.family import (
     ATTENTION_BIAS,
@@ -247,7 +247,7 @@ MIXTURES: dict[str, Family] = {
     ),
     "flint": Family(
         facts={**ATTENTION_BIAS, "qk_norm": "head", "attention_sinks": True},
-        parts=Parts(in_float32=(".sinks",), splits=True),
+        parts=FamilyParts(in_float32=(".sinks",), splits=True),
         has_window=_between_full_layers, reads_layer_types=True, rope=rope_in_windowed_layers, has_mixture=every_nth_layer_but_some,
         # null is the default.
         preprocessed=lambda config: {k: v for k, v in config.items() if k != "mlp_only_layers" or v is not None},
@@ -273,7 +273,7 @@ MIXTURES: dict[str, Family] = {
             "shared_intermediate_size": count("shared_expert_intermediate_size"), "shared_name": "shared_experts",
             "score": "sigmoid", "has_score_correction": True, "router_in_float32": True,
         },
-        parts=Parts(router=LogitCorrectedRouter.of, splits=True),
+        parts=FamilyParts(router=LogitCorrectedRouter.of, splits=True),
         on_disk={
             "post_feedforward_layernorm": ("post_ffn_norm",), "post_attention_layernorm": ("post_attn_norm",),
             "pre_feedforward_layernorm": ("post_attention_layernorm",),

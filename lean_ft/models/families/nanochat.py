@@ -7,7 +7,7 @@ Shapes: B batch, T tokens of a row, R rotated features.
 from torch import Tensor
 
 from lean_ft.models.attention.attention import Attention
-from lean_ft.models.config import DecoderConfig, Parts
+from lean_ft.models.config import DecoderConfig, FamilyParts
 from lean_ft.models.families.family import ATTENTION_BIAS, UNGATED_ACTIVATION_NAMES, Family, number_or_null
 from lean_ft.models.layers import unit_rms
 from lean_ft.models.rope import RotaryEmbedding
@@ -42,7 +42,7 @@ NANOCHAT: dict[str, Family] = {
             **ATTENTION_BIAS, "norm_weights": False, "gated": False,
             "logits_softcap": number_or_null("final_logit_softcapping"),
         },
-        parts=Parts(trunk=NanochatTrunk, attention=NanochatAttention, rotary=BackwardRotary, splits=True),
+        parts=FamilyParts(trunk=NanochatTrunk, attention=NanochatAttention, rotary=BackwardRotary, splits=True),
         activations=UNGATED_ACTIVATION_NAMES,
         on_disk={"mlp.up_proj": ("mlp.fc1",), "mlp.down_proj": ("mlp.fc2",)},
         defaults={"hidden_act": "relu2", "max_position_embeddings": 2048, "final_logit_softcapping": 15.0},

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lean_ft.models.config import DecoderConfig, MixtureConfig, Parts
+from lean_ft.models.config import DecoderConfig, FamilyParts, MixtureConfig
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, every_layer
 from lean_ft.models.families.mixtures import MIXTRAL_IN_MEMORY, MIXTRAL_ON_DISK, MIXTURE, MIXTURE_DEFAULTS
 from lean_ft.models.layers import wide
@@ -102,7 +102,7 @@ def _two_experts_per_token(fields: ConfigFields) -> int:
 PHIMOE: dict[str, Family] = {
     "phimoe": Family(
         scores_as="Phimoe", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
-        parts=Parts(router=Sparsemixer.of, rotary=TwoScales, splits=True), own=_own,
+        parts=FamilyParts(router=Sparsemixer.of, rotary=TwoScales, splits=True), own=_own,
         has_window=every_layer, rope=_rope,
         mixture={
             **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False, "router_name": "router",
