@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.system.costs import register_cost
-from lean_ft.system.world import device_type, one_kernel
+from lean_ft.system.world import device_type
 from lean_ft.torch_private import graph_is_kept
 
 
@@ -46,40 +46,29 @@ class RMSNorm(nn.Module):
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMSNorm with a hand-written backward pass. On a GPU, PyTorch's kernels take its place in most cases."""
+    """RMSNorm with a hand-written backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
-        ctx.weight_offset, ctx.is_kernel = weight_offset, weight_offset == 0.0 and x.dtype == weight.dtype
-        if ctx.is_kernel and not torch.compiler.is_compiling():
-            return one_kernel("rms_norm", 1, _rms_norm, ctx, x, weight, eps)
-        return _rms_norm(ctx, x, weight, eps)
+        values = wide(x)
+        scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)  # (..., 1)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.weight_offset = weight_offset
+        return in_dtype(values * scale * _with_offset(weight, weight_offset), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        if ctx.is_kernel and not torch.compiler.is_compiling():
-            return one_kernel("rms_norm", 1 + ctx.needs_input_grad[1], _rms_norm_backward, ctx, *grads)
-        return _rms_norm_backward(ctx, *grads)
-
-
-def _rms_norm(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    values = wide(x)
-    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)  # (..., 1)
-    ctx.save_for_backward(x, weight, scale)
-    return in_dtype(values * scale * _with_offset(weight, ctx.weight_offset), x.dtype)
-
-
-def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-    x, weight, scale = ctx.saved_tensors
-    normed = wide(x) * scale
-    grad = wide(grad)
-    grad_weight = None
-    if ctx.needs_input_grad[1]:
-        grad_weight = (grad * normed).flatten(0, -1 - weight.dim()).sum(0).to(weight.dtype)
-    grad = grad * _with_offset(weight, ctx.weight_offset)
-    # The gradient's component along x changes only the length of x, which the norm removes.
-    grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
-    return grad_x.to(x.dtype), grad_weight, None, None
+        (grad,) = grads
+        x, weight, scale = ctx.saved_tensors
+        normed = wide(x) * scale
+        grad = wide(grad)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * normed).flatten(0, -1 - weight.dim()).sum(0).to(weight.dtype)
+        grad = grad * _with_offset(weight, ctx.weight_offset)
+        # The gradient's component along x changes only the length of x, which the norm removes.
+        grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight, None, None
 
 
 class LayerNorm(nn.LayerNorm):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lean_ft.models.layers import RMSNormFunction
 from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
 from lean_ft.plan.kernels import on_gpu
 from lean_ft.plan.labels import LOSS
@@ -131,14 +132,40 @@ class Trace(TorchDispatchMode):
         self.time.spent = Spent()
         self.timeline.clear()
 
-    def kernel(self, name: str, number: int, compute: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """compute(*args), counted as one operation of `number` launches that reads `args` and writes the result."""
-        with self.uncounted():
-            result = compute(*args)
-        self.memory.note(result)
-        moved = sum(num_bytes(t) for t in (*args, *tree_iter(result)) if isinstance(t, Tensor))
-        self.spend(self.time.launches(Kernel(0.0, moved, number=number)), name)
-        return result
+    @contextlib.contextmanager
+    def fused_norms(self) -> Iterator[None]:
+        """Context manager in which an uncompiled RMSNorm is one kernel on a GPU, as PyTorch's, and backward another one or two."""
+        norm: Any = RMSNormFunction
+
+        def counted(compute: Callable, ctx: Any, args: Any, number: int) -> Any:
+            with self.uncounted():
+                result = compute(ctx, *args)
+            self.memory.note(result)
+            moved = sum(num_bytes(t) for t in (*args, *tree_iter(result)) if isinstance(t, Tensor))
+            self.spend(self.time.launches(Kernel(0.0, moved, number=number)), "rms_norm")
+            return result
+
+        def forward(ctx: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return before[0](ctx, x, weight, *rest)
+            ctx.is_fused = not (self.device.is_cpu or rest[-1]) and x.dtype == weight.dtype
+            args = x, weight, *rest
+            return counted(before[0], ctx, args, 1) if ctx.is_fused else before[0](ctx, *args)
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            if torch.compiler.is_compiling() or not ctx.is_fused:
+                return before[1](ctx, *grads)
+            return counted(before[1], ctx, grads, 1 + ctx.needs_input_grad[1])
+
+        before, norm.forward, norm.backward = (
+            (norm.forward, norm.backward),
+            staticmethod(forward),
+            staticmethod(backward),
+        )
+        try:
+            yield
+        finally:
+            norm.forward, norm.backward = map(staticmethod, before)
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:

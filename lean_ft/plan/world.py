@@ -139,9 +139,6 @@ class PlannedWorld(World):
         self.observer.begin_step()
         yield 0
 
-    def kernel(self, name: str, number: int, compute: Callable[..., T], args: Sequence[Any]) -> T:
-        return compute(*args) if self.trace.device.is_cpu else self.trace.kernel(name, number, compute, args)
-
 
 class _LazyTokenizer:
     """A tokenizer that is loaded on first use."""

@@ -66,10 +66,6 @@ class World:
         """The steps of a run; in a plan, one step."""
         return loop()
 
-    def kernel(self, name: str, number: int, compute: Callable[..., T], args: Sequence[Any]) -> T:
-        """compute(*args), an operation that is `number` launches on a GPU. A plan counts these instead of its parts."""
-        return compute(*args)
-
     def device_type(self, device: Any) -> str:
         """The type of a tensor's device. In a plan, the tensors are on the CPU, and the planned device may be a GPU."""
         return device.type
@@ -119,11 +115,6 @@ def device_type(device: Any) -> str:
 def capability(device: Any) -> tuple[int, int]:
     """The compute capability of a CUDA device; in a plan, of the planned card."""
     return world().capability(device)
-
-
-def one_kernel(name: str, number: int, compute: Callable[..., T], *args: Any) -> T:
-    """compute(*args), an operation that is `number` launches on a GPU. In a plan of a GPU, these are counted and not its parts."""
-    return world().kernel(name, number, compute, args)
 
 
 def in_chunks(total: int, size: int, shown: int = 1) -> Iterator[slice]:
