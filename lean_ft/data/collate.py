@@ -8,7 +8,7 @@ Legend: B rows of a batch, T positions of a row, M texts of the batch, K tokens 
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -150,27 +150,35 @@ def counted_in(columns: Columns, placed: Placed) -> dict[str, int]:
     return {name: n for kind in columns.kinds for name, n in kind.of_batch(columns, placed).counts.items()}
 
 
+class Layout(TypedDict):
+    """How rows are laid out, in the terms of `Arrangement`."""
+
+    kind: Literal["padded", "flat"]
+    row_tokens: int
+    shared: NotRequired[np.ndarray | None]
+
+
 def batch_of(
     documents: Sequence[Document],
     objective: Objective = PLAIN,
     *,
-    kind: Literal["padded", "flat"],
-    row_tokens: int,
     pad_id: int,
     sides: int = 1,
-    shared: np.ndarray | None = None,
     batch_size: int | None = None,
+    **layout: Unpack[Layout],
 ) -> Batch:
-    """Build one batch of `documents`, such as sampled completions; `sides` of them form a row of data. The other arguments are
-    as in `Arrangement`."""
+    """Build one batch of `documents`, such as sampled completions; `sides` of them form a row of data. The layout is as in
+    `Arrangement`."""
     columns = Columns.join(documents, pad_id)
+    pieces, firsts, lengths, offsets = whole_documents(columns.lengths, sides)
     arrangement = Arrangement(
-        *whole_documents(columns.lengths, sides),
-        kind=kind,
-        row_tokens=row_tokens,
+        documents=pieces,
+        firsts=firsts,
+        lengths=lengths,
+        offsets=offsets,
         batch_size=batch_size or len(documents) // sides,
         sides=sides,
-        shared=shared,
+        **layout,
     )
     return collate(arrangement, columns, objective, np.arange(len(arrangement)))
 

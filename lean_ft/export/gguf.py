@@ -13,8 +13,10 @@ Shapes: I inputs, O outputs, R rank, E experts, V vocabulary, D hidden size.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from torch import Tensor
 
@@ -106,6 +108,13 @@ def export_gguf(
     details = f"architecture {family.architecture}, {kind}{mixed}, {len(entries)} tensors, {size}. Try: {command}"
     if errors:
         details += f"\nrelative error of the weights: {errors}"
+    details += _differences(model, metadata) + lost_drafting(model.source) + _remark_about_images(model, folder, kind)
+    return Exported(folder, destination, details, merged)
+
+
+def _differences(model: Decoder, metadata: Mapping[str, Any]) -> str:
+    """Lines on what llama.cpp computes differently."""
+    details = ""
     if (rule := metadata["tokenizer.ggml.pre"]) in APPROXIMATED:
         details += f"\nllama.cpp's splitting rule {rule} differs from this tokenizer's {APPROXIMATED[rule]}, so ids may differ there."
     if not ropes(model.config)[0].truncate:
@@ -116,8 +125,7 @@ def export_gguf(
         )
     if difference := row_of(model).differs(model.config):
         details += f"\n{difference}, so its log-probabilities differ slightly."
-    details += lost_drafting(model.source) + _remark_about_images(model, folder, kind)
-    return Exported(folder, destination, details, merged)
+    return details
 
 
 def export_gguf_adapter(

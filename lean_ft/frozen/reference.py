@@ -156,6 +156,18 @@ def choose_kind(cfg: AnswersConfig) -> tuple[str, str]:
     return "cached", ", computed once for all epochs, with no second model in memory"
 
 
+def _settings_of_values(
+    cfg: AnswersConfig, data: AnswerDataConfig, loss: ReferencedLossConfig, device_type: str, num_epochs: int
+) -> list[Any]:
+    """The settings that the values depend on. Mismatched completions follow the order of the batches."""
+    ld_alpha = loss.ld_alpha if isinstance(loss, PreferenceLossConfig) else 1.0
+    settings: list[Any] = [str(ld_alpha), device_type]
+    if loss.needs_mismatched:
+        order = cfg.seed if data.shuffle else None
+        settings += [order, cfg.batch_size, data.batch_tokens, data.packing, num_epochs]
+    return settings
+
+
 def _filled(
     cfg: AnswersConfig,
     model: Decoder,
@@ -173,20 +185,11 @@ def _filled(
     sides, objective = batches.layout.arrangement.sides, batches.layout.objective
     num_pairs = columns[0].num_in_all // sides
     data, loss = cfg.needed(AnswerDataConfig), cfg.needed(ReferencedLossConfig)
-    ld_alpha = loss.ld_alpha if isinstance(loss, PreferenceLossConfig) else 1.0
-    settings: list[Any] = [cfg.model.dtype, str(ld_alpha), model.device.type]
-    num_epochs = 1
+    num_epochs = math.ceil(cfg.epochs) if loss.needs_mismatched else 1
     if loss.needs_mismatched:
-        num_epochs = math.ceil(cfg.epochs)
         assert isinstance(objective, Unpaired)
         num_pairs = objective.num_numbers(columns[0], num_epochs)
-        settings += [
-            cfg.seed if data.shuffle else None,
-            cfg.batch_size,
-            data.batch_tokens,
-            data.packing,
-            num_epochs,
-        ]
+    settings = [cfg.model.dtype, *_settings_of_values(cfg, data, loss, model.device.type, num_epochs)]
     key = hash_of(FORMAT, _weights_digest(model, ranks), [one.content() for one in columns], settings)
     kept = torch.from_numpy(growing_array(cache_folder(data.cache_dir), f"reference-{key}", sides * num_pairs))
     kept = kept.view(-1, sides)  # memory-mapped: writes go to the file

@@ -4,7 +4,7 @@ files."""
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from lean_ft.models import Decoder
 from lean_ft.system.installation import install_command
@@ -31,21 +31,27 @@ def find_tasks(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     return manager, [str(files.get(task, task)) for task in tasks]
 
 
+class TaskOptions(TypedDict, total=False):
+    """How the harness asks its questions."""
+
+    num_fewshot: int | None
+    limit: int | None  # questions per task
+    chat: bool  # in the chat template
+
+
 def run_tasks(
     model: Decoder,
     tokenizer: Tokenizer,
     tasks: Sequence[str],
     *,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    chat: bool = False,
     seed: int = 0,
     tokens_at_a_time: int | None = None,
+    **asked: Unpack[TaskOptions],
 ) -> Results:
     """Return the model's metrics in each task.
 
-    limit: number of questions per task; tokens_at_a_time: maximum positions per forward pass. The harness seeds the
-    process's random number generators. Raises ValueError as `find_tasks` does.
+    tokens_at_a_time: maximum positions per forward pass. The harness seeds the process's random number generators. Raises
+    ValueError as `find_tasks` does.
     """
     manager, names = find_tasks(tasks)
     from lm_eval import evaluator
@@ -58,9 +64,9 @@ def run_tasks(
     found = harness.simple_evaluate(
         HarnessModel(model, tokenizer, seed, tokens_at_a_time or TOKENS_AT_A_TIME),
         tasks=names,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        apply_chat_template=chat,
+        num_fewshot=asked.get("num_fewshot"),
+        limit=asked.get("limit"),
+        apply_chat_template=asked.get("chat", False),
         task_manager=manager,
         bootstrap_iters=0,
     )

@@ -99,14 +99,25 @@ def _with_longest(size: Size, longest: int) -> Size:
     return Size(max(1, width), max(1, height))
 
 
-def tiled_by_shape(
-    size: Size, limit: int, *, patch_size: int, multiple: int, least: int, most: int, tile: int, min_tiles: int, max_tiles: int,
-    thumbnail: bool,
-) -> Tiling:  # fmt: skip
+class Tiles(NamedTuple):
+    """Tiles of `tiled_by_shape`."""
+
+    patch_size: int
+    multiple: int  # pixels of a token's side
+    least: int  # tokens of an image that is one tile
+    most: int
+    tile: int  # pixels of a tile's side
+    min_tiles: int
+    max_tiles: int
+    thumbnail: bool
+
+
+def tiled_by_shape(size: Size, limit: int, *, tiles: Tiles) -> Tiling:
     """One tile of `least` to `most` tokens; a larger image becomes tiles, in the shape closest to its own (LFM2-VL).
 
     `limit` is a number of tokens. Raises ValueError for an image so flat that its tile has too many tokens.
     """
+    patch_size, multiple, least, most, tile, min_tiles, max_tiles, thumbnail = tiles
     area, ratio = multiple**2, size.width / size.height
     whole = within_pixels(size, min(most, limit) * area, multiple=multiple, least=least * area, smallest=1)
     if math.prod(whole.sizes[0]) > max(most * area, tile**2):

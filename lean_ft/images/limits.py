@@ -106,12 +106,12 @@ def _written_tokens(rules: "ImageRules", settings: Settings) -> dict[str, Any]:
 
 
 def _shapes_written(rules: "ImageRules", settings: Settings) -> dict[str, Any]:
-    options, limit = _options(rules), rules.limit
-    most = min(options["most"], limit)
-    tiles = (limit - options["most"] * options["thumbnail"]) * _unit(rules) ** 2 // options["tile"] ** 2
-    tiles = min(options["max_tiles"], tiles)
-    splits = {"max_tiles": tiles} if tiles >= max(2, options["min_tiles"]) else {"do_image_splitting": False}
-    return {"min_image_tokens": min(options["least"], most), "max_image_tokens": most, **splits}
+    tiles, limit = _options(rules)["tiles"], rules.limit
+    most = min(tiles.most, limit)
+    number = (limit - tiles.most * tiles.thumbnail) * _unit(rules) ** 2 // tiles.tile**2
+    number = min(tiles.max_tiles, number)
+    splits = {"max_tiles": number} if number >= max(2, tiles.min_tiles) else {"do_image_splitting": False}
+    return {"min_image_tokens": min(tiles.least, most), "max_image_tokens": most, **splits}
 
 
 _LIMITS: dict[Any, _Limit] = {

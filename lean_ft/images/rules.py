@@ -173,17 +173,26 @@ class ImageRules:
         return self.cut(size, fits)
 
 
-def framed(
-    cut: Tiling, tokens: list[tuple[int, int]], *, token: str, start: str = "", end: str = "", single: str = "", tile: str = "",
-    row_end: str = "", thumbnail: str = "",
-) -> tuple[str, tuple[int, ...]]:  # fmt: skip
+@dataclass(frozen=True)
+class Frame:
     """Text around the tokens of an image, or around those of each tile and of the thumbnail."""
-    runs = tuple(rows * columns for rows, columns in tokens)
-    if len(tokens) == 1:
-        return f"{start}{single}{token}{end}", runs
-    names = [[tile.format(row + 1, column + 1) for column in range(cut.columns)] for row in range(cut.rows)]
-    last = "" if cut.thumbnail is None else thumbnail + token
-    return start + "".join("".join(name + token for name in row) + row_end for row in names) + last + end, runs
+
+    token: str
+    start: str = ""
+    end: str = ""
+    single: str = ""
+    tile: str = ""
+    row_end: str = ""
+    thumbnail: str = ""
+
+    def __call__(self, cut: Tiling, tokens: list[tuple[int, int]]) -> tuple[str, tuple[int, ...]]:
+        runs = tuple(rows * columns for rows, columns in tokens)
+        if len(tokens) == 1:
+            return f"{self.start}{self.single}{self.token}{self.end}", runs
+        places = [[(row + 1, column + 1) for column in range(cut.columns)] for row in range(cut.rows)]
+        rows = ["".join(self.tile.format(*place) + self.token for place in row) + self.row_end for row in places]
+        last = "" if cut.thumbnail is None else self.thumbnail + self.token
+        return f"{self.start}{''.join(rows)}{last}{self.end}", runs
 
 
 def by_rows(cut: Tiling, tokens: list[tuple[int, int]]) -> tuple[str, tuple[int, ...]]:
@@ -246,11 +255,9 @@ def _lfm2(settings: ConfigFields, config: ConfigFields, vision: ConfigFields) ->
     least, most = settings.count("min_image_tokens"), settings.count("max_image_tokens", most=10_000)
     tile = settings.count("tile_size", multiple_of=side * merge)
     max_tiles = settings.count("max_tiles", most=64) if settings.flag("do_image_splitting") else 1
-    cut = partial(
-        cuts.tiled_by_shape, patch_size=side, multiple=side * merge, least=least, most=most, tile=tile, max_tiles=max_tiles,
-        min_tiles=settings.count("min_tiles"), thumbnail=settings.flag("use_thumbnail"),
-    )  # fmt: skip
-    return side, merge, cut, most + max_tiles * (tile // side // merge) ** 2
+    min_tiles, thumbnail = settings.count("min_tiles"), settings.flag("use_thumbnail")
+    tiles = cuts.Tiles(side, side * merge, least, most, tile, min_tiles, max_tiles, thumbnail)
+    return side, merge, partial(cuts.tiled_by_shape, tiles=tiles), most + max_tiles * (tile // side // merge) ** 2
 
 
 @dataclass(frozen=True)
@@ -262,8 +269,8 @@ class _Family:
     defaults: Mapping[str, Any]  # values of absent settings of its processor
     patch_size: int = 16  # of its tower, if absent
     placeholder: str | None = None  # None: the token
-    around: Mapping[str, str] = field(default_factory=dict)  # texts of `framed`
-    text: Text | None = None  # None: `framed`
+    around: Mapping[str, str] = field(default_factory=dict)  # texts of its `Frame`
+    text: Text | None = None  # None: its `Frame`
     beside: tuple[str, ...] = ()  # further tokens around an image, which the chat template or `text` writes
     shifts_positions: bool = False
 
@@ -360,7 +367,7 @@ def image_rules(
         resample=settings.one_of("resample", range(6)),
         token=family.token,
         placeholder=family.placeholder or family.token,
-        text=family.text or partial(framed, token=family.token, **family.around),
+        text=family.text or Frame(family.token, **family.around),
         shifts_positions=family.shifts_positions,
         max_tokens=None,
         window=_window(config) if model_type == "gemma4_unified" else None,

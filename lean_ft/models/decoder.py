@@ -143,11 +143,9 @@ class Decoder(nn.Module):
             raise ValueError(f"images are not supported: {without if tokens is None else 'ranks share a row'}.")
         if images is None and self.vision is not None and self.vision.is_sharded:
             images = self.vision.no_images(input_ids.device)
-        shape = (input_ids if tokens is None or positions is None else positions).shape
-        sight = self._sight(shape, cu_seqlens, prefixes, num_prefix_tokens)
-        positions = positions_of(
-            shape, input_ids.device, positions, cu_seqlens, cache, lengths, prefixes, position_shift
-        )
+        rows = input_ids if tokens is None or positions is None else positions
+        sight = self._sight(rows.shape, cu_seqlens, prefixes, num_prefix_tokens)
+        positions = positions_of(rows, positions, cu_seqlens, cache, lengths, prefixes, position_shift)
         if position_shift is not None and cache is None:
             positions = positions + position_shift
         routes = Routes(self, is_token, cache, recorded_experts)

@@ -14,8 +14,7 @@ from lean_ft.torch_private import assert_on_device
 
 
 def positions_of(
-    shape: torch.Size,
-    device: torch.device,
+    rows: Tensor,
     positions: Tensor | None,
     cu_seqlens: Tensor | None,
     cache: KVCache | None,
@@ -25,9 +24,11 @@ def positions_of(
 ) -> Tensor:
     """Each token's position in its document, (B or 1, T), for a cache with the `shifts` (B, T) of rotary positions.
 
+    rows: (B, T), of any values.
+
     Raises ValueError for invalid combinations of the arguments.
     """
-    num_rows, num_tokens = shape
+    num_rows, num_tokens = rows.shape
     if cache is not None:
         if cu_seqlens is not None or positions is not None:
             raise ValueError("a cache cannot be combined with cu_seqlens or positions; it has its own positions.")
@@ -41,7 +42,7 @@ def positions_of(
     if positions is not None:
         return positions
     if cu_seqlens is None:
-        return torch.arange(num_tokens, device=device)[None]  # (1, T) serves all rows
+        return torch.arange(num_tokens, device=rows.device)[None]  # (1, T) serves all rows
     indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = _document_of(indices, cu_seqlens)
     positions = (indices - cu_seqlens[document]).view(num_rows, num_tokens)
@@ -78,7 +79,7 @@ def text_lengths(
     """The length of each token's text, from the arguments of a forward pass: (B, T) in packed rows, and in other rows (B, 1),
     without padding."""
     if cu_seqlens is not None:
-        positions = positions_of(input_ids.shape, input_ids.device, positions, cu_seqlens, None, None, prefixes)
+        positions = positions_of(input_ids, positions, cu_seqlens, None, None, prefixes)
         return lengths_of_documents(positions, cu_seqlens)
     if is_token is not None:
         return is_token.sum(1, keepdim=True)

@@ -45,7 +45,7 @@ def build_optimizer(
     that several patterns match gets the product. Raises ValueError for settings that contradict each other, the model, or
     its sharding over `ranks`.
     """
-    cfg, loss_scaling = recipe_cfg.optimizer, recipe_cfg.model.dtype == "float16"
+    cfg = recipe_cfg.optimizer
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if cfg.stochastic_rounding:
         for name, param in trainable:
@@ -66,17 +66,20 @@ def build_optimizer(
     on_gpu = devices == {"cuda"}
     rule = _rules(cfg, model, on_gpu=on_gpu, paged=paged and on_gpu, compile=recipe_cfg.compile)
     _refuse_what_cannot_be_cut(cfg, trainable, rule, ranks)
-    return Optimizer(
+    optimizer = Optimizer(
         trainable,
         rule,
         in_backward=cfg.in_backward,
         by_layer=recipe_cfg.compile and on_gpu,
         lr_ratios=_ratios_by_name([name for name, _ in trainable], lr_ratios, cfg.lr_ratios),
-        loss_scaling=loss_scaling,
         streamed=stream_state(trainable[0][1].device) if cfg.state == "streamed" and trainable else None,
-        notes=[PAGED_WITHOUT_CUDA] if paged and not on_gpu else [],
         ranks=ranks,
     )
+    if paged and not on_gpu:
+        optimizer.notes.append(PAGED_WITHOUT_CUDA)
+    if recipe_cfg.model.dtype == "float16":
+        optimizer.scale_losses()
+    return optimizer
 
 
 def _ratios_by_name(

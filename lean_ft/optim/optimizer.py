@@ -44,8 +44,7 @@ class Optimizer:
 
     `rule` is one rule for all parameters, or a function from a parameter to its rule. Frozen parameters are left out, and
     a tied parameter counts once. `lr_ratios` multiplies learning rates, by the names of parameters.
-    `loss_scaling` enables `scaler` for float16. With `streamed`, the state is in host memory. `notes` lists adjustments
-    for the device.
+    With `streamed`, the state is in host memory.
 
     A compiled layer delivers all its gradients at once. `by_layer` then updates its parameters together in backward,
     which takes a quarter of the kernel launches.
@@ -62,12 +61,9 @@ class Optimizer:
         in_backward: bool,
         by_layer: bool = False,
         lr_ratios: Mapping[str, float] = MappingProxyType({}),
-        loss_scaling: bool = False,
         streamed: StreamedState | None = None,
-        notes: Sequence[str] = (),
         ranks: Ranks = ALONE,
     ) -> None:
-        assert not (in_backward and loss_scaling), "the overflow check needs every gradient before any update"
         trainable: dict[nn.Parameter, str] = {}
         for name, param in named_parameters:
             if param.requires_grad:
@@ -75,13 +71,13 @@ class Optimizer:
         if not trainable:
             raise ValueError("The optimizer got no parameter that requires a gradient: nothing would be trained.")
         self.in_backward = in_backward
-        self.scaler = LossScaler(enabled=loss_scaling)
+        self.scaler = LossScaler(enabled=False)
         self.lr = 0.0
         self.step_count = 0
         self.skipped_steps = 0  # because a loss or gradients were not finite
         self.is_whole = True  # False from a step's first update to its end, when weights and state belong to no step
         self.streamed = streamed
-        self.notes = tuple(notes)
+        self.notes: list[str] = []  # adjustments of the settings, for the log
         self.ranks = ranks
         here = world()
         self._observer = here.observer
@@ -111,6 +107,11 @@ class Optimizer:
                     state.whole.register_post_accumulate_grad_hook(
                         lambda _, state=state, group=group: self._gradient_arrived(state, group)
                     )
+
+    def scale_losses(self) -> None:
+        """Scale losses for float16, and skip steps whose gradients overflow."""
+        assert not self.in_backward, "the overflow check needs every gradient before any update"
+        self.scaler = LossScaler(enabled=True)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next step. Call it before backward, when hooks read it."""

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from lean_ft.plan.devices import Kernel
 from lean_ft.plan.memory import num_bytes
 from lean_ft.plan.time import short_name
-from lean_ft.plan.trace import Cost, Trace
+from lean_ft.plan.trace import Charge, Trace
 from lean_ft.torch_private import (
     FakeTensor,
     OpOverload,
@@ -146,7 +146,7 @@ class _Kernels:
                 elif node in self._writes:
                     if is_new:
                         kernel = Kernel(0.0, 2 * num_bytes(values[node]), number=self._writes[node])
-                        known.costs[node] = Cost({"fused copy_": trace.time.launches(kernel)}, _module(node))
+                        known.costs[node] = Charge({"fused copy_": trace.time.launches(kernel)}, _module(node))
                     trace.pay(known.costs[node])
             for dead in self._dead_after.get(node, ()):
                 values.pop(dead, None)
@@ -155,7 +155,7 @@ class _Kernels:
             known.skip_unneeded(self._nodes, self._stored | set(self._written_over.values()))
         return result
 
-    def _cost(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> Cost | None:
+    def _cost(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> Charge | None:
         if _is_opaque(node):
             return self._trace.cost(node.target, args, kwargs, values[node], _module(node))
         if _is_view(node):
@@ -165,7 +165,7 @@ class _Kernels:
         moved = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
         name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", "")
         kernel = Kernel(0.0, moved, number=int(self._kernel[node] is node))
-        return Cost({f"fused {name}": self._trace.time.launches(kernel)}, _module(node))
+        return Charge({f"fused {name}": self._trace.time.launches(kernel)}, _module(node))
 
 
 class _Known:
@@ -177,7 +177,7 @@ class _Known:
         self.viewed: dict[fx.Node, fx.Node] = {}  # views -> a node with the same memory
         self.elements: set[fx.Node] = set()  # views of one of several tensors
         self.counted: set[fx.Node] = set()  # views of memory that is counted already
-        self.costs: dict[fx.Node, Cost | None] = {}
+        self.costs: dict[fx.Node, Charge | None] = {}
         self.skipped: set[fx.Node] = set()
 
     def add(self, node: fx.Node, values: dict[fx.Node, Any], trace: Trace) -> None:

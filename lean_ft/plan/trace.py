@@ -29,7 +29,7 @@ _READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, to
 WAITS_FOR_OTHERS = LOSS  # collectives under this label do not overlap with computation
 
 
-class Cost(NamedTuple):
+class Charge(NamedTuple):
     """What an operation takes on the device: its launches by name, and the sizes of its temporary tensors.
 
     module: the module that the launches belong to; None means the one that runs now.
@@ -49,7 +49,7 @@ class Trace(TorchDispatchMode):
         self.memory, self.time = Memory(device, host_pool), Time(device)
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
         self.slow_paths: dict[str, None] = {}  # why operations run without a kernel, and what would mend it
-        self._known: dict[Any, Cost] = {}  # of those operations
+        self._known: dict[Any, Charge] = {}  # of those operations
         self._counting, self._decomposes = True, False
 
     @classmethod
@@ -76,14 +76,14 @@ class Trace(TorchDispatchMode):
                     self.pay(self.cost(func, args, kwargs or {}, result))
         return result
 
-    def pay(self, cost: Cost | None) -> None:
+    def pay(self, cost: Charge | None) -> None:
         """Add the time and the temporary memory of one operation."""
         if cost is not None:
             self.memory.occupy(cost.temporary)
             for name, launches in cost.launches.items():
                 self.spend(launches, name, cost.module)
 
-    def cost(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> Cost:
+    def cost(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> Charge:
         """The launches and the temporary memory of one operation."""
         found = Launched() if self.device.is_cpu else on_gpu(func, args, self.device)
         if isinstance(found, SlowPath):
@@ -97,9 +97,9 @@ class Trace(TorchDispatchMode):
         else:  # each temporary tensor is written and read
             found = found._replace(repeated_bytes=found.repeated_bytes + 2 * sum(found.temporary))
         name, kernel = self.time.kernel(func, args, kwargs, result, found)
-        return Cost({} if kernel is None else {name: self.time.launches(kernel)}, module, found.temporary)
+        return Charge({} if kernel is None else {name: self.time.launches(kernel)}, module, found.temporary)
 
-    def _cost_of_parts(self, run: Callable[[], Any], args: Any, result: Any) -> Cost:
+    def _cost_of_parts(self, run: Callable[[], Any], args: Any, result: Any) -> Charge:
         """The launches of the operations that `run` calls, and the most memory that they take beside arguments and result."""
         apart = Trace(self.device)
         apart._decomposes = True  # inside an operation autograd does not, and `flatten` would hide a copy
@@ -115,7 +115,7 @@ class Trace(TorchDispatchMode):
                 launches[name] = launches.get(name, Launches()).plus(found)
         finally:
             self.time.spent = before
-        return Cost(launches, None, [max(0, apart.memory.peak.total_bytes - given_bytes)])
+        return Charge(launches, None, [max(0, apart.memory.peak.total_bytes - given_bytes)])
 
     def spend(self, launches: Launches, name: str, module: str | None = None) -> None:
         """Add launches to the step and to its timeline."""

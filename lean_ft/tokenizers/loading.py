@@ -18,7 +18,7 @@ from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.template_files import OLD_TEMPLATE, TEMPLATE, TEMPLATE_FOLDERS
 from lean_ft.tokenizers.tiktoken_model import TiktokenModel, is_rank_file
-from lean_ft.tokenizers.tokenizer import NAMED_TOKENS, Tokenizer
+from lean_ft.tokenizers.tokenizer import NAMED_TOKENS, SpecialTokens, Tokenizer, TokenizerFiles
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.vocabulary import Vocabulary
 
@@ -149,18 +149,10 @@ def _read_folder(folder: Path, chat_template: Path | None) -> Tokenizer:
         chat_template = chat_template.expanduser()
         templates = {"default": _read_template(chat_template)}
         files = [file for file in files if file.name != TEMPLATE]
-    return Tokenizer(
-        vocabulary,
-        special_tokens=named,
-        chat_templates=templates,
-        bos_id=ids.get("bos_token"),
-        eos_id=ids.get("eos_token"),
-        pad_id=next(token_id for token_id in pad_candidates if token_id is not None),
-        folder=folder,
-        files=files,
-        template_file=chat_template,
-        context_length=context_length(read_json(folder / "config.json")),
-    )
+    pad_id = next(token_id for token_id in pad_candidates if token_id is not None)
+    special = SpecialTokens(named, ids.get("bos_token"), ids.get("eos_token"), pad_id)
+    longest = context_length(read_json(folder / "config.json"))
+    return Tokenizer(vocabulary, special, templates, TokenizerFiles(folder, files, chat_template), longest)
 
 
 def _read_template(file: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,23 @@ class BatchEncoding(dict[str, Any]):
         return self[name]
 
 
+class SpecialTokens(NamedTuple):
+    """Special tokens as chat templates see them, by name, and the ids that lean_ft writes."""
+
+    names: dict[str, str]
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int
+
+
+class TokenizerFiles(NamedTuple):
+    """The files that a tokenizer was read from, and is saved from."""
+
+    folder: Path
+    files: list[Path]
+    template: Path | None = None
+
+
 class Tokenizer:
     """Text and chats to ids and back. Returned by `load_tokenizer`.
 
@@ -50,15 +67,9 @@ class Tokenizer:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        *,
-        special_tokens: dict[str, str],
+        special: SpecialTokens,
         chat_templates: dict[str, str],
-        bos_id: int | None,
-        eos_id: int | None,
-        pad_id: int,
-        folder: Path,
-        files: list[Path],
-        template_file: Path | None = None,
+        files: TokenizerFiles,
         context_length: int | None = None,
     ):
         self._vocabulary = vocabulary
@@ -67,13 +78,13 @@ class Tokenizer:
         self.added_tokens = vocabulary.added  # tokens that are matched before the text is split, with their ids
         self.control_tokens = vocabulary.control  # added tokens that only a chat template may write
         self.adds_bos, self.adds_eos = vocabulary.adds_bos, vocabulary.adds_eos  # whether the model expects them
-        self.special_tokens = special_tokens  # `bos_token`, `eos_token` and so on, as chat templates see them
+        self.special_tokens = special.names  # `bos_token`, `eos_token` and so on, as chat templates see them
         self.chat_templates = chat_templates  # Jinja sources by name; `default` is for chats without tools
         self.chat_template = chat_templates.get("default")
         # Absolute, since a run saves the files again, and may change the current folder.
-        self.template_file = template_file and template_file.absolute()  # replaces the folder's, or None
-        self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
-        self.folder, self.files = folder.absolute(), [file.absolute() for file in files]
+        self.template_file = files.template and files.template.absolute()  # replaces the folder's, or None
+        self.bos_id, self.eos_id, self.pad_id = special.bos_id, special.eos_id, special.pad_id
+        self.folder, self.files = files.folder.absolute(), [file.absolute() for file in files.files]
         self.context_length = context_length  # tokens of the longest text that the model was made for, if known
         self.chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template; a call's own win
         self.image_rules: ImageRules | None = None  # how images become tokens; None: texts alone

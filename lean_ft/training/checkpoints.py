@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -63,33 +63,32 @@ class Place:
     carried: dict[str, Any] | None
 
 
+class Saved(NamedTuple):
+    """What a run saves. `carried` is a module that trains besides the model, or an object with `state_dict` and
+    `load_state_dict`."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batches: Batches
+    tokenizer: Tokenizer
+    carried: Any = None
+
+
 class Checkpoints:
     """Saves, keeps and restores a run's checkpoints, on all ranks together.
 
-    `newest` is the last checkpoint, `saved_steps` its number of steps. `carried` is a module that trains besides the model, or
-    an object with `state_dict` and `load_state_dict`.
+    `newest` is the last checkpoint, `saved_steps` its number of steps.
     """
 
-    def __init__(
-        self,
-        cfg: RecipeConfig,
-        model: nn.Module,
-        optimizer: Optimizer,
-        batches: Batches,
-        tokenizer: Tokenizer,
-        length: Length,
-        bad_steps: BadSteps,
-        ranks: Ranks,
-        carried: Any = None,
-    ) -> None:
+    def __init__(self, cfg: RecipeConfig, saved: Saved, length: Length, bad_steps: BadSteps, ranks: Ranks) -> None:
         self.newest: Path | None = None
         self.saved_steps = 0
         self.base_fingerprint: str | None = None  # of the frozen weights below an adapter
         self.writer = BackgroundWriter()
         self._ended_at = time.perf_counter()  # when the newest save ended
         self._seconds = 0.0  # how long it held the loop
-        self._cfg, self._model, self._optimizer, self._ranks = cfg, model, optimizer, ranks
-        self._batches, self._tokenizer, self._length, self._bad_steps = batches, tokenizer, length, bad_steps
+        self._cfg, self._length, self._bad_steps, self._ranks = cfg, length, bad_steps, ranks
+        self._model, self._optimizer, self._batches, self._tokenizer, carried = saved
         self._beside = carried if isinstance(carried, nn.Module) else None
         self._carried = None if isinstance(carried, nn.Module) else carried
 

@@ -45,7 +45,7 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
 from lean_ft.training.checkpoint import check_can_save
-from lean_ft.training.checkpoints import Checkpoints, Place
+from lean_ft.training.checkpoints import Checkpoints, Place, Saved
 from lean_ft.training.commands import command_to_continue
 from lean_ft.training.evaluations import check_evaluations, describe_evaluation, missing_evaluations, run_eval_tasks
 from lean_ft.training.length import Length
@@ -108,9 +108,8 @@ class Run:
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, length.steps_per_epoch, writes=writes)
         self._results = Results()
         self._bad_steps = BadSteps(self.directory, tokenizer, cfg.max_bad_steps, vocab_size, writes=writes)
-        self._checkpoints = Checkpoints(
-            cfg, model, optimizer, batches, tokenizer, length, self._bad_steps, ranks, carried
-        )
+        saved = Saved(model, optimizer, batches, tokenizer, carried)
+        self._checkpoints = Checkpoints(cfg, saved, length, self._bad_steps, ranks)
         self._signals = StopSignals()
         self._world = world()
         self._observers: tuple[Observer, ...] = (self._world.observer,)  # and in the loop, progress bar and profiler
@@ -222,17 +221,21 @@ class Run:
         """
         return self._world.steps(self._loop)
 
+    def _end_again(self) -> None:
+        """End a run that an earlier start had completed."""
+        if self._metrics.loggers is not None:
+            self._metrics.loggers.close(done=True)
+            self._checkpoints.remove_superseded(self.total_steps)
+        self._release()
+        say("complete", f"{self.length.ending(self.total_steps)}. Checkpoint: {self.checkpoint}")
+        say("", f"To continue training, raise {self.length.limits}. To start another run, set a new output_dir.")
+        self._answer_held_out(f"at step {self.total_steps}")
+        record_end(self.directory, writes=self.writes)
+
     def _loop(self) -> Iterator[int]:
         self._finish_evaluations()
         if self._start.is_complete:
-            if self._metrics.loggers is not None:
-                self._metrics.loggers.close(done=True)
-                self._checkpoints.remove_superseded(self.total_steps)
-            self._release()
-            say("complete", f"{self.length.ending(self.total_steps)}. Checkpoint: {self.checkpoint}")
-            say("", f"To continue training, raise {self.length.limits}. To start another run, set a new output_dir.")
-            self._answer_held_out(f"at step {self.total_steps}")
-            record_end(self.directory, writes=self.writes)
+            self._end_again()
             return
         self._answer_held_out(f"at step {self.start_step}")
         cfg, length, started = self.cfg, self.length, time.perf_counter()
@@ -283,10 +286,13 @@ class Run:
             if self._metrics.loggers is not None:
                 self._metrics.loggers.close(done=length.is_over(self._done_steps))
             self._release()
+        self._end(time.perf_counter() - started)
+
+    def _end(self, seconds: float) -> None:
+        """Say how the run ended, and record it."""
         self._checkpoints.remove_superseded(self._done_steps)  # the last evaluation may change the best
-        say("ended", length.ending(self._done_steps))
+        say("ended", self.length.ending(self._done_steps))
         self._bad_steps.say_totals()
-        seconds = time.perf_counter() - started
         self._results.log(self, seconds=seconds, steps=self._done_steps - self.start_step)
         self._answer_held_out(f"at step {self._done_steps}")
         record_end(self.directory, writes=self.writes)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageOps
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from lean_ft.images.cuts import tiled, tiled_by_shape, within_tokens
+from lean_ft.images.cuts import Tiles, tiled, tiled_by_shape, within_tokens
 from lean_ft.images.limits import difference, write_limit
 from lean_ft.images.pixels import Upright
 from lean_ft.images.reading import Size, decoded, open_image, reference, size_of
@@ -102,15 +102,7 @@ def test_sizes_of_published_models_equal_those_of_transformers():
         "gemma4.image_processing_pil_gemma4", "smolvlm.image_processing_pil_smolvlm"
     ))  # fmt: skip
     lfm = object.__new__(import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl").Lfm2VlImageProcessor)
-    tiles: dict[str, Any] = {
-        "patch_size": 16,
-        "multiple": 32,
-        "least": 64,
-        "most": 256,
-        "tile": 512,
-        "min_tiles": 2,
-        "max_tiles": 10,
-    }
+    tiles = Tiles(16, 32, least=64, most=256, tile=512, min_tiles=2, max_tiles=10, thumbnail=True)
     draw = random.Random(0)
     for _ in range(2000):
         width, height = size = Size(*(int(2 ** draw.uniform(0, 14)) for _ in "wh"))
@@ -123,7 +115,7 @@ def test_sizes_of_published_models_equal_those_of_transformers():
         whole = lfm.smart_resize(height, width, 2, 64, 256, 16)
         if math.prod(whole) > 512**2:
             continue  # too flat
-        cut = tiled_by_shape(size, 11 * 256, **tiles, thumbnail=True)
+        cut = tiled_by_shape(size, 11 * 256, tiles=tiles)
         if lfm._is_image_too_large(height, width, 256, 16, 2, 2.0):
             assert (cut.columns, cut.rows) == lfm._get_grid_layout(height, width, 2, 10, 512)[:2]
             assert cut.thumbnail == whole

@@ -13,7 +13,7 @@ from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig
 from lean_ft.models.layers import RMSNorm, gated, wide
 from lean_ft.models.state.convolution import Convolution
-from lean_ft.models.state.state_mixer import StateMixer, log_decay_of, read_state
+from lean_ft.models.state.state_mixer import Recurrence, StateMixer, log_decay_of, read_state
 
 
 def _draw_decays(decays: Tensor) -> None:
@@ -51,7 +51,8 @@ class GatedDeltaRule(StateMixer):
         query, key = (part.unflatten(-1, (-1, self.config.key_dim)) for part in (query, key))
         value = value.unflatten(-1, (-1, self.config.value_dim))
         log_decay = log_decay_of(self.A_log, F.softplus(wide(step) + self.dt_bias))
-        read = read_state(query, key, value, log_decay, beta.sigmoid(), cu_seqlens, cache, corrects=True)
+        inputs = Recurrence(query, key, value, log_decay, beta.sigmoid())
+        read = read_state(inputs, cu_seqlens, cache, corrects=True)
         read = gated(gate.unflatten(-1, (-1, self.config.value_dim)), self.norm(read), "silu")
         return self.out_proj(read.flatten(-2))
 

@@ -19,7 +19,7 @@ from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, Mamba2Config
 from lean_ft.models.layers import RMSNorm, gated, in_dtype, wide
 from lean_ft.models.state.convolution import Convolution
-from lean_ft.models.state.state_mixer import StateMixer, log_decay_of, read_state
+from lean_ft.models.state.state_mixer import Recurrence, StateMixer, log_decay_of, read_state
 
 
 class Mamba2(StateMixer):
@@ -54,7 +54,8 @@ class Mamba2(StateMixer):
             for part, heads in ((value, config.num_heads), (key, config.num_key_heads), (query, config.num_key_heads))
         )
         step = F.softplus(wide(step) + self.dt_bias).clamp(*config.step_limits)  # (B, T, H)
-        read = read_state(*(query, key, value, log_decay_of(self.A_log, step), step, cu_seqlens, cache), corrects=False)
+        inputs = Recurrence(query, key, value, log_decay_of(self.A_log, step), step)
+        read = read_state(inputs, cu_seqlens, cache, corrects=False)
         read = _Skip.apply(read, value, self.D).flatten(-2)
         if config.norm == "after_gate":
             read = _GatedNorm.apply(read, gate, self.norm.weight, self.norm.eps, config.num_key_heads)

@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -34,17 +34,19 @@ class StateMixer(nn.Module):
         raise NotImplementedError
 
 
-def read_state(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    cache: StateCache | None,
-    corrects: bool,
-) -> Tensor:
+class Recurrence(NamedTuple):
+    """Inputs of `linear_attention`, which describes their shapes."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+
+def read_state(inputs: Recurrence, cu_seqlens: Tensor | None, cache: StateCache | None, *, corrects: bool) -> Tensor:
     """The output (B, T, H, V) of `linear_attention`, which continues and updates the cached state."""
+    query, key, value, log_decay, beta = inputs
     if cache is None:
         return linear_attention(query, key, value, log_decay, beta, cu_seqlens, None, corrects)[0]
     assert cache.state is not None
