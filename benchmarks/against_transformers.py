@@ -3,9 +3,9 @@
     python benchmarks/against_transformers.py --rounds 2                  # Qwen3.5-0.8B's shape, 4 x 512 tokens
     python benchmarks/against_transformers.py --layers 4 --vocabulary 4096 --length 128 --rounds 1      # in a minute
 
-Weights are random, in bfloat16, and all of them train. One call computes the mean next-token loss and all gradients, and drops the
-gradients. Memory is the peak resident size of the process, with weights and libraries. Without an installed CUDA kernel, both sides
-compute the state in PyTorch's operations.
+Weights are random, in bfloat16, and all of them train. One call computes the mean next-token loss and all gradients,
+and drops the gradients. Memory is the peak resident size of the process, with weights and libraries. Without an
+installed CUDA kernel, both sides compute the state in PyTorch's operations.
 
 Writes `results/against_transformers_<layers>x<batch>x<length>_<hardware>.json`.
 """
@@ -123,8 +123,9 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     settings = result["settings"]
     return (
-        f"forward and backward pass of the Qwen3.5-0.8B shape ({settings['layers']} layers, vocabulary {settings['vocabulary']:,}), "
-        f"{settings['batch_size']} x {settings['length']} tokens, bfloat16; median of {settings['rounds']} rounds"
+        f"forward and backward pass of the Qwen3.5-0.8B shape ({settings['layers']} layers, vocabulary "
+        f"{settings['vocabulary']:,}), {settings['batch_size']} x {settings['length']} tokens, bfloat16; median of "
+        f"{settings['rounds']} rounds"
     )
 
 

@@ -3,9 +3,9 @@
     python benchmarks/attention.py --shape llama3_2_3b --batch-size 2 --length 4096
 
 Document lengths are sampled log-uniformly and fill `batch_size` rows of `length` tokens. Packed documents use lean_ft's
-`attend_documents`; padded documents have one row each, as long as the longest (`attend_rows`). The third line has one document per
-row, the largest amount of attention for this number of tokens. Only attention is measured, forward and backward. The rate counts
-tokens of documents without padding.
+`attend_documents`; padded documents have one row each, as long as the longest (`attend_rows`). The third line has one
+document per row, the largest amount of attention for this number of tokens. Only attention is measured, forward and
+backward. The rate counts tokens of documents without padding.
 
 Writes `results/attention_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -94,8 +94,8 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     settings = result["settings"]
     return (
-        f"forward and backward pass of one attention layer of {settings['shape']}, {settings['documents']} documents in "
-        f"{settings['batch_size']} x {settings['length']} tokens, bfloat16"
+        f"forward and backward pass of one attention layer of {settings['shape']}, {settings['documents']} documents "
+        f"in {settings['batch_size']} x {settings['length']} tokens, bfloat16"
     )
 
 

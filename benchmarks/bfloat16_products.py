@@ -3,8 +3,9 @@
     python benchmarks/bfloat16_products.py                   # SmolLM2 135M's shape, some minutes
     python benchmarks/bfloat16_products.py --shape tiny      # a quick trial
 
-Each side is a new process with random weights. It trains (AdamW, selective checkpointing), eager and compiled, and generates. On a CPU
-with bfloat16 instructions, they are disabled for all sides. Ratios use CPU time, because other processes affect it less than wall time.
+Each side is a new process with random weights. It trains (AdamW, selective checkpointing), eager and compiled, and
+generates. On a CPU with bfloat16 instructions, they are disabled for all sides. Ratios use CPU time, because other
+processes affect it less than wall time.
 
 Writes `results/bfloat16_products_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -100,9 +101,9 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     s = result["settings"]
     return (
-        f"full fine-tuning of {s['shape']} with AdamW, {s['batch_size']} x {s['length']} tokens; generation of {s['new_tokens']} "
-        f"tokens for 2 prompts of 64 tokens; CPU time, median of {s['repeats']} calls, in parentheses relative to the float32 "
-        f"model; memory excludes Python and PyTorch"
+        f"full fine-tuning of {s['shape']} with AdamW, {s['batch_size']} x {s['length']} tokens; generation of "
+        f"{s['new_tokens']} tokens for 2 prompts of 64 tokens; CPU time, median of {s['repeats']} calls, in "
+        "parentheses relative to the float32 model; memory excludes Python and PyTorch"
     )
 
 

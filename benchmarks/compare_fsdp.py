@@ -3,9 +3,10 @@
     python benchmarks/compare_fsdp.py                          # Qwen2.5-0.5B, 1 x 512 per process, three rounds
     python benchmarks/compare_fsdp.py --shape tiny --length 64 --rounds 1
 
-Both sides use bfloat16 and the same shape, batch and length, without checkpointing or compilation, on two CPU processes. lean_ft runs
-`finetune` with its defaults and AdamW in backward; the peer is `fsdp_plain.py`. Step time is the median of the counted steps; memory is
-the peak resident size of the larger process. The side that starts alternates. Ratios are computed per round; the median is reported.
+Both sides use bfloat16 and the same shape, batch and length, without checkpointing or compilation, on two CPU
+processes. lean_ft runs `finetune` with its defaults and AdamW in backward; the peer is `fsdp_plain.py`. Step time is
+the median of the counted steps; memory is the peak resident size of the larger process. The side that starts
+alternates. Ratios are computed per round; the median is reported.
 
 Writes `results/compare_fsdp_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -99,9 +100,9 @@ def describe(result: dict[str, Any]) -> str:
     settings = result["settings"]
     return (
         f"full fine-tuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), {PROCESSES} "
-        f"processes on one CPU with gloo, {settings['batch_size']} x {settings['length']} tokens each, bfloat16, AdamW; PyTorch: "
-        f"fully_shard or DDP with the model from transformers and a plain loop; median of {settings['rounds']} alternating "
-        f"rounds of new processes, {settings['steps']} steps each"
+        f"processes on one CPU with gloo, {settings['batch_size']} x {settings['length']} tokens each, bfloat16, "
+        "AdamW; PyTorch: fully_shard or DDP with the model from transformers and a plain loop; median of "
+        f"{settings['rounds']} alternating rounds of new processes, {settings['steps']} steps each"
     )
 
 

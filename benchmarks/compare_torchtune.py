@@ -1,4 +1,5 @@
-"""Compare lean_ft with torchtune's own recipes on a CPU: one model shape, the same rows and length, new processes that alternate.
+"""Compare lean_ft with torchtune's own recipes on a CPU: one model shape, the same rows and length, new processes that
+alternate.
 
     python benchmarks/compare_torchtune.py --peer-python torchtune-env/bin/python                # full, Qwen2.5-0.5B, 8 x 512
     python benchmarks/compare_torchtune.py --peer-python torchtune-env/bin/python --recipe lora  # rank 16 on all linear layers
@@ -9,18 +10,19 @@ Create a separate environment for torchtune, because its last version needs an o
 
     python -m venv torchtune-env && torchtune-env/bin/python -m pip install -c constraints.txt torch
     torchtune-env/bin/python -m pip install --no-deps torchtune==0.6.1 torchao==0.10.0 torchdata==0.11.0
-    torchtune-env/bin/python -m pip install omegaconf kagglehub numpy tqdm datasets huggingface-hub safetensors sentencepiece tiktoken \
+    torchtune-env/bin/python -m pip install omegaconf kagglehub numpy tqdm datasets huggingface-hub safetensors
+    sentencepiece tiktoken \
         tokenizers blobfile typer psutil
 
-Both sides use bfloat16 weights. torchtune_peer.py names torchtune's settings; SIDES has those of lean_ft. Each side runs in a new process per
-round, and the order is reversed in every second round. A run is stopped before it saves. The table compares each side of lean_ft with torchtune's
-fastest and leanest side.
+Both sides use bfloat16 weights. torchtune_peer.py names torchtune's settings; SIDES has those of lean_ft. Each side
+runs in a new process per round, and the order is reversed in every second round. A run is stopped before it saves. The
+table compares each side of lean_ft with torchtune's fastest and leanest side.
 
-dpo: the reference is the model without its adapter. Prompts are 1/8 of the length; lean_ft computes each once for its two completions, and
-torchtune twice. tokens/s counts it twice for both.
+dpo: the reference is the model without its adapter. Prompts are 1/8 of the length; lean_ft computes each once for its
+two completions, and torchtune twice. tokens/s counts it twice for both.
 
 Writes `results/compare_torchtune_[lora_|qlora_|dpo_]<shape>_<batch>x<length>_<hardware>.json`.
-"""
+"""  # noqa: E501
 
 import json
 import statistics
@@ -125,7 +127,8 @@ LEAN_FT_RECIPES = {Recipe.full: "full_finetune_single_device", Recipe.dpo: COMPA
 
 
 def measure_sides(
-    recipe: Recipe, names: list[str], peer_python: Path, *, shape: str, batch_size: int, length: int, rounds: int, steps: int, warmup_steps: int,
+    recipe: Recipe, names: list[str], peer_python: Path, *, shape: str, batch_size: int, length: int, rounds: int,
+    steps: int, warmup_steps: int,
     budget: Budget,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure the sides in turns. Returns one row per process."""
@@ -224,10 +227,11 @@ def describe(result: dict[str, Any]) -> str:
     }[settings["recipe"]]
     rows = "pairs of rows" if settings["recipe"] == "dpo" else "rows"
     return (
-        f"{kind} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), {settings['batch_size']} {rows} of "
-        f"{settings['length']} tokens, bfloat16; torchtune 0.6.1's own recipe; the columns on the right divide lean_ft's number by that of "
-        f"torchtune's fastest setting, and of its setting with the least memory; median of {settings['rounds']} alternating rounds of new processes, {settings['steps']} steps "
-        f"each; before each run, bfloat16 matrix products reached {min(rates)} to {max(rates)} GFLOP/s"
+        f"{kind} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), "
+        f"{settings['batch_size']} {rows} of {settings['length']} tokens, bfloat16; torchtune 0.6.1's own recipe; the "
+        "columns on the right divide lean_ft's number by that of torchtune's fastest setting, and of its setting with "
+        f"the least memory; median of {settings['rounds']} alternating rounds of new processes, {settings['steps']} "
+        f"steps each; before each run, bfloat16 matrix products reached {min(rates)} to {max(rates)} GFLOP/s"
     )
 
 

@@ -11,29 +11,32 @@
     python benchmarks/compare_trl.py --objective grpo                  # 8 completions, 128 + 128 tokens, GRPOTrainer
     python benchmarks/compare_trl.py --objective tools                 # 8 episodes with two calls each, 256 + 256 tokens
 
-lean_ft uses bfloat16 weights, compiled layers and chunked logits. Full fine-tuning and the other objectives add selective
-checkpointing and 8-bit AdamW in backward; LoRA adds selective checkpointing.
+lean_ft uses bfloat16 weights, compiled layers and chunked logits. Full fine-tuning and the other objectives add
+selective checkpointing and 8-bit AdamW in backward; LoRA adds selective checkpointing.
 
-TRL runs twice: with its defaults (on a CPU float32 weights), and configured with care, as a user who reads its documentation would on the
-same machine: bfloat16 weights and 8-bit AdamW; for sft also compiled layers, packing and checkpointing that keeps attention; for distill
-micro-batches. `trl_trainer.py` lists both configurations, and the result records the resolved values. The defaults differ from lean_ft in
-precision; trl_curves.py and convergence.py compare what they learn.
+TRL runs twice: with its defaults (on a CPU float32 weights), and configured with care, as a user who reads its
+documentation would on the
+same machine: bfloat16 weights and 8-bit AdamW; for sft also compiled layers, packing and checkpointing that keeps
+attention; for distill micro-batches. `trl_trainer.py` lists both configurations, and the result records the resolved
+values. The defaults differ from lean_ft in precision; trl_curves.py and convergence.py compare what they learn.
 
-dpo: prompts are 1/8 of the length, and lean_ft computes each once for its two completions. In `long_prompts` they are 3/4, and the peer
-is lean_ft without shared prompts. tokens/s always counts the prompt once per completion: pairs per second times 2 x length. Both sides
-fill the cache of reference log-probabilities before the timed steps.
+dpo: prompts are 1/8 of the length, and lean_ft computes each once for its two completions. In `long_prompts` they are
+3/4, and the peer is lean_ft without shared prompts. tokens/s always counts the prompt once per completion: pairs per
+second times 2 x length. Both sides fill the cache of reference log-probabilities before the timed steps.
 
-grpo: one prompt per step, of half the length, with completions of a fixed length. Both sides train with dapo's loss and no reference. The
-time for sampling and rewards is also reported.
+grpo: one prompt per step, of half the length, with completions of a fixed length. Both sides train with dapo's loss and
+no reference. The time for sampling and rewards is also reported.
 
-tools: as grpo, and each completion has two calls of a tool that takes no time. Both sides sample with all logits and then take the
-token of a script (`scripted_turns.py`), so that the calls are the same. Both must have the same numbers of calls and of trained tokens.
+tools: as grpo, and each completion has two calls of a tool that takes no time. Both sides sample with all logits and
+then take the token of a script (`scripted_turns.py`), so that the calls are the same. Both must have the same numbers
+of calls and of trained tokens.
 
-The order of the sides is reversed in every second round. Ratios are computed per round; the median is reported. TRL is in the extra `compare`:
-pip install -e '.[compare]'.
+The order of the sides is reversed in every second round. Ratios are computed per round; the median is reported. TRL is
+in the extra `compare`: pip install -e '.[compare]'.
 
-Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_`, `grpo_` or `tools_` before the shape.
-"""
+Writes `results/compare_trl_<shape>_<batch>x<lengths>_<hardware>.json`, with `lora_`, `distill_`, `dpo_`, `grpo_` or
+`tools_` before the shape.
+"""  # noqa: E501
 
 import importlib.util
 import json
@@ -122,8 +125,8 @@ COMPARISONS = {
         "distillation from a frozen model of the same shape",
         "distill",
         {**LEAN, "distill.divergence": "jsd", "data.train_on": "all"},
-        "Jensen-Shannon divergence, selective checkpointing, compile, both models' logits in chunks, bfloat16 accumulation and "
-        "8-bit AdamW in backward",
+        "Jensen-Shannon divergence, selective checkpointing, compile, both models' logits in chunks, bfloat16 "
+        "accumulation and 8-bit AdamW in backward",
     ),
     "dpo_cached": Comparison(
         Objective.dpo,
@@ -215,7 +218,8 @@ def ours_command(
 
 
 def trl_command(
-    comparison: Comparison, side: str, model: Path, data: Path, run: Path, facts: Path, *, length: int, batch_size: int, steps: int,
+    comparison: Comparison, side: str, model: Path, data: Path, run: Path, facts: Path, *, length: int,
+    batch_size: int, steps: int,
     given_tokens: int,
 ) -> list:  # fmt: skip
     """The command of TRL, with its defaults or with care."""
@@ -285,7 +289,8 @@ def measure_sides(
     settle_steps: int = 0,
     tokenizer_folder: Path = EMBEDDED_MODEL,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure the sides in turns. Returns one row per process, and the resolved configuration of each of TRL's sides."""
+    """Measure the sides in turns. Returns one row per process, and the resolved configuration of each of TRL's
+    sides."""
     comparison, rows = COMPARISONS[name], list[dict[str, Any]]()
     is_pair = comparison.objective is Objective.dpo
     num_steps = max(warmup_steps + steps, settle_steps) + 1  # one more than needed: the run is stopped before it saves
@@ -414,11 +419,11 @@ def describe(result: dict[str, Any]) -> str:
     names = list(dict.fromkeys(line["comparison"] for line in result["summary"]))
     first = COMPARISONS[names[0]]
     rows = {
-        Objective.dpo: "pairs, prompts of 1/8 of a row unless stated otherwise; tokens/s count the prompt once per completion; "
-        "TRL's fused output layer needs Triton and uses its fallback on a CPU",
+        Objective.dpo: "pairs, prompts of 1/8 of a row unless stated otherwise; tokens/s count the prompt once per completion; TRL's "  # noqa: E501
+        "fused output layer needs Triton and uses its fallback on a CPU",
         Objective.grpo: "completions of one prompt, half of the tokens each",
-        Objective.tools: f"episodes of one prompt, half of the tokens each; {result['rows'][0].get('given_tokens')} tokens of an episode are "
-        "results, and a script replaces the sampled tokens",
+        Objective.tools: f"episodes of one prompt, half of the tokens each; {result['rows'][0].get('given_tokens')} tokens of an "  # noqa: E501
+        "episode are results, and a script replaces the sampled tokens",
     }.get(first.objective, "rows")
     peers = "".join(
         f"; TRL {trl} {how} ({describe_trl(facts)})"
@@ -429,9 +434,10 @@ def describe(result: dict[str, Any]) -> str:
     rates = [row["product_gflops"] for row in result["rows"] if "product_gflops" in row]
     speed = f"; before each run, bfloat16 matrix products reached {min(rates)} to {max(rates)} GFLOP/s" if rates else ""
     return (
-        f"{first.title if len(names) == 1 else first.objective.upper()} of {settings['shape']} ({settings['parameters']:,} "
-        f"parameters, random weights), batch of {settings['batch_size']} {rows}; lean_ft in bfloat16 with {first.label}{peers}; "
-        f"median of {settings['rounds']} alternating rounds of new processes, {settings['steps']} steps each{until}{speed}"
+        f"{first.title if len(names) == 1 else first.objective.upper()} of {settings['shape']} "
+        f"({settings['parameters']:,} parameters, random weights), batch of {settings['batch_size']} {rows}; lean_ft "
+        f"in bfloat16 with {first.label}{peers}; median of {settings['rounds']} alternating rounds of new processes, "
+        f"{settings['steps']} steps each{until}{speed}"
     )
 
 

@@ -5,12 +5,13 @@
     python benchmarks/convergence.py --task trained --model FOLDER --seeds 4    # your own trained model
     python benchmarks/convergence.py --only float32,seed,adamw_4bit --steps 100
 
-Every row runs `full_finetune_single_device` on the same data in the same order and changes only the listed settings. It reports the mean
-loss of the last steps and the final held-out loss, each compared with the float32 run. The row `seed` repeats that run with another data
-order; smaller differences mean nothing. If a row exceeds its limit, the script exits with 1.
+Every row runs `full_finetune_single_device` on the same data in the same order and changes only the listed settings. It
+reports the mean loss of the last steps and the final held-out loss, each compared with the float32 run. The row `seed`
+repeats that run with another data order; smaller differences mean nothing. If a row exceeds its limit, the script exits
+with 1.
 
-With `--seeds N` each row runs with N data orders, which are the same for all rows. Losses are means over the seeds. Differences are means of
-the differences from the float32 run with the same seed. Both have standard errors.
+With `--seeds N` each row runs with N data orders, which are the same for all rows. Losses are means over the seeds.
+Differences are means of the differences from the float32 run with the same seed. Both have standard errors.
 
 Writes `results/convergence_<task>_<hardware>.json` and a chart of the curves.
 """
@@ -63,7 +64,8 @@ TASKS = {
         },
     ),
     "gsm8k": Task(
-        "a Llama with 4 layers and hidden size 256, trained from random weights on GSM8K, packed in batches of 4 x 512 tokens",
+        "a Llama with 4 layers and hidden size 256, trained from random weights on GSM8K, packed in batches of 4 x "
+        "512 tokens",
         "convergence_gsm8k",
         {
             "model.random_init": True,

@@ -1,17 +1,19 @@
-"""Compare a training step on a CPU with the limit that its own matrix products set, and show where the rest of the time goes.
+"""Compare a training step on a CPU with the limit that its own matrix products set, and show where the rest of the time
+goes.
 
     python benchmarks/cpu_step.py --recipe full        # Qwen2.5-0.5B, 8 x 512
     python benchmarks/cpu_step.py --recipe lora
     python benchmarks/cpu_step.py --recipe dpo_lora    # 4 pairs x 512
     python benchmarks/cpu_step.py --shape tiny --results-dir /tmp/results
 
-lean_ft's recipe runs in this process with the settings of compare_trl.py. Some steps are timed without a profiler; the last one is profiled,
-with the shapes and strides of every operation. Then each distinct product of that step runs alone, and its fastest call counts. The limit is the
-sum of these times, each multiplied by the number of calls. A second limit takes each product's fastest layout (operands or result
-transposed) and, in the loss, also half and twice the tokens or the vocabulary of a chunk. It ignores the copies that another layout needs.
+lean_ft's recipe runs in this process with the settings of compare_trl.py. Some steps are timed without a profiler; the
+last one is profiled, with the shapes and strides of every operation. Then each distinct product of that step runs
+alone, and its fastest call counts. The limit is the sum of these times, each multiplied by the number of calls. A
+second limit takes each product's fastest layout (operands or result transposed) and, in the loss, also half and twice
+the tokens or the vocabulary of a chunk. It ignores the copies that another layout needs.
 
-A product counts with everything it calls; all other time belongs to the innermost operation. The compiler marks its fused kernels for the
-profiler (TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE). Time that no operation takes is Python's.
+A product counts with everything it calls; all other time belongs to the innermost operation. The compiler marks its
+fused kernels for the profiler (TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE). Time that no operation takes is Python's.
 
 Writes `results/cpu_step_<recipe>_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -35,7 +37,8 @@ from shapes import num_parameters, shape_of, write_model_folder
 COLUMNS = ["part of the step", "calls", "seconds", "share of the step", "products alone", "best layout and chunk"]
 LAYERS, LOSS, ATTENTION, UPDATE = "layers", "loss", "attention", "optimizer update"
 # Parts of the recipe by the names of their operations. Hooks of AccumulateGrad update parameters in backward.
-PLACES = {"SumOfLosses": LOSS, "LinearLogProbs": LOSS, "::document_attention": ATTENTION, UPDATE: UPDATE, "AccumulateGrad": UPDATE}  # fmt: skip
+PLACES = {"SumOfLosses": LOSS, "LinearLogProbs": LOSS, "::document_attention": ATTENTION, UPDATE: UPDATE,
+    "AccumulateGrad": UPDATE}  # fmt: skip
 COPIES = ("copy_", "cat", "fill_", "zero_", "index_select")
 PRODUCTS, PYTHON, AS_IT_IS = "products: ", "Python and dispatch", "as in the step"
 LIMITS = ("alone_seconds", "best_seconds")
@@ -175,11 +178,12 @@ def describe(result: Row) -> str:
     settings, step = result["settings"], result["step"]
     alone, best = (step[key] / step["seconds"] for key in LIMITS)
     return (
-        f"one step of {settings['title']} of {settings['shape']} ({settings['parameters']:,} parameters, random weights), "
-        f"{settings['batch_size']} x {settings['length']}, lean_ft in bfloat16 with the settings of compare_trl.py: {step['seconds']:.2f} s "
-        f"(median of {settings['steps']}), {step['profiled_seconds']:.2f} s with the profiler, which the parts divide. Alone, the step's matrix "
-        f"products take {alone:.1%} of its time, at their best layouts and chunks {best:.1%} (without the copies that other layouts need). "
-        f"Products below {LEAST_SHOWN:.0%} of the step are not listed"
+        f"one step of {settings['title']} of {settings['shape']} ({settings['parameters']:,} parameters, random "
+        f"weights), {settings['batch_size']} x {settings['length']}, lean_ft in bfloat16 with the settings of "
+        f"compare_trl.py: {step['seconds']:.2f} s (median of {settings['steps']}), {step['profiled_seconds']:.2f} s "
+        f"with the profiler, which the parts divide. Alone, the step's matrix products take {alone:.1%} of its time, "
+        f"at their best layouts and chunks {best:.1%} (without the copies that other layouts need). Products below "
+        f"{LEAST_SHOWN:.0%} of the step are not listed"
     )
 
 

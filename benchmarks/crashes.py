@@ -5,16 +5,18 @@
     python benchmarks/crashes.py --kills 200 --only online    # while they sample, score, train or save
     python benchmarks/crashes.py --kills 100 --ranks 2        # runs on two processes, one of which is killed
 
-A run of 16 steps saves every 2 steps. SIGKILL ends it after a random time, or at a random moment of a save. The run is restarted up to three
-times and then runs to its end. After every kill the script checks that
+A run of 16 steps saves every 2 steps. SIGKILL ends it after a random time, or at a random moment of a save. The run is
+restarted up to three times and then runs to its end. After every kill the script checks that
 
 - every folder with a checkpoint's name is complete,
 - metrics.jsonl has at most the steps between two saves after the newest checkpoint (twice that with `save_async`),
 - the next start resumes from that checkpoint.
 
-At the end, the checkpoint, metrics and samples must equal those of the uninterrupted run, bit for bit. Failures are listed.
+At the end, the checkpoint, metrics and samples must equal those of the uninterrupted run, bit for bit. Failures are
+listed.
 
-With several ranks, one rank is killed, and the others get SIGTERM, as from torchrun's agent. Each must end within a minute.
+With several ranks, one rank is killed, and the others get SIGTERM, as from torchrun's agent. Each must end within a
+minute.
 
 Writes `results/crashes_<hardware>.json`, or `results/rank_crashes_<hardware>.json` with several ranks.
 """

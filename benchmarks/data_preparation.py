@@ -4,9 +4,10 @@
     python benchmarks/data_preparation.py --rows 20000 --rounds 3
     python benchmarks/data_preparation.py --data questions.jsonl   # other rows with `question` and `answer`
 
-Rows are prompt and completion messages, numbered so that no two are equal. The tokenizer is a byte-level BPE of 16,000 tokens, trained on the
-same text, with Qwen2.5's pre-tokenizer and a ChatML template without `{% generation %}` blocks, so both sides find trained tokens by
-rendering twice. Both get one process per core. lean_ft starts twice: the second start uses the cache of the first.
+Rows are prompt and completion messages, numbered so that no two are equal. The tokenizer is a byte-level BPE of 16,000
+tokens, trained on the same text, with Qwen2.5's pre-tokenizer and a ChatML template without `{% generation %}` blocks,
+so both sides find trained tokens by rendering twice. Both get one process per core. lean_ft starts twice: the second
+start uses the cache of the first.
 
 Writes `results/data_preparation_<rows>x<length>_<hardware>.json`. TRL is in the extra `compare`.
 """
@@ -40,7 +41,7 @@ CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
 
 
 def read_questions(data: Path) -> list[dict[str, str]]:
@@ -138,10 +139,10 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     settings = result["settings"]
     return (
-        f"preparing {settings['rows']:,} chats ({settings['distinct']:,} rows of {settings['data']}, repeated and numbered; "
-        f"{settings['megabytes']:.0f} MB) from a JSONL file to packed rows of {settings['length']:,} tokens on disk (best-fit "
-        f"decreasing); {settings['num_processes']} processes each, TRL {result['versions']['trl']}; peak memory is the "
-        f"resident size of all processes together; median of {settings['rounds']} rounds"
+        f"preparing {settings['rows']:,} chats ({settings['distinct']:,} rows of {settings['data']}, repeated and "
+        f"numbered; {settings['megabytes']:.0f} MB) from a JSONL file to packed rows of {settings['length']:,} tokens "
+        f"on disk (best-fit decreasing); {settings['num_processes']} processes each, TRL {result['versions']['trl']}; "
+        f"peak memory is the resident size of all processes together; median of {settings['rounds']} rounds"
     )
 
 

@@ -3,9 +3,10 @@
     python benchmarks/disk_faults.py               # as root on Linux: mounts file systems of a few MiB
     python benchmarks/disk_faults.py --flips 2     # flips bits in each kind of file of a checkpoint
 
-Each case trains in its own process, repairs the disk and repeats the command. It checks that the run ended with a message and an exit code
-instead of a traceback, that every folder with a checkpoint's name is complete, and that the resumed run is bitwise equal to an uninterrupted
-one. Faults that this machine cannot make (no right to mount) are listed with the reason.
+Each case trains in its own process, repairs the disk and repeats the command. It checks that the run ended with a
+message and an exit code instead of a traceback, that every folder with a checkpoint's name is complete, and that the
+resumed run is bitwise equal to an uninterrupted one. Faults that this machine cannot make (no right to mount) are
+listed with the reason.
 
 Writes `results/disk_faults_<hardware>.json`.
 """
@@ -61,7 +62,8 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def mount(place: Path, size_bytes: int | None, flags: int = 0) -> None:
-    """Mount a memory file system on `place`, visible to this process and its children only; remount if size_bytes is None."""
+    """Mount a memory file system on `place`, visible to this process and its children only; remount if size_bytes is
+    None."""
     libc = ctypes.CDLL(None, use_errno=True)
     if size_bytes is not None:
         if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
@@ -114,7 +116,8 @@ class Case:
 
 
 def become_nobody(case: Case) -> None:
-    """Become a user without rights. That user may not read this Python, so everything a run imports is imported first."""
+    """Become a user without rights. That user may not read this Python, so everything a run imports is imported
+    first."""
     train(case.inputs, case.inputs / f"before_{case.place.name}", ["max_steps=1"])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -167,7 +170,8 @@ def read_only_from_the_start(case: Case, chance: random.Random) -> Callable[[], 
 
 
 def read_only_meanwhile(case: Case, chance: random.Random) -> Callable[[], None]:
-    """Make the folder read-only to a user without rights. The file system cannot become read-only while files are open."""
+    """Make the folder read-only to a user without rights. The file system cannot become read-only while files are
+    open."""
     if os.getuid():
         raise Unavailable("only root can become another user")
     case.place.chmod(0o777)

@@ -2,9 +2,9 @@
 
     python benchmarks/draw_memory.py
 
-Reads `results/`. lean_ft's bars of the upper panel are allocations on a simulated GPU (pretended_torchtune.py, pretended_ladder.py), and
-those of the lower panel were measured on a CPU (compare_torchtune.py). torchtune's bars are its published figures, and on the CPU its own
-recipe on the same machine. Writes `docs/assets/memory.png`.
+Reads `results/`. lean_ft's bars of the upper panel are allocations on a simulated GPU (pretended_torchtune.py,
+pretended_ladder.py), and those of the lower panel were measured on a CPU (compare_torchtune.py). torchtune's bars are
+its published figures, and on the CPU its own recipe on the same machine. Writes `docs/assets/memory.png`.
 """
 
 import json
@@ -21,7 +21,8 @@ from results import GIB, RESULTS, ROOT, Hardware, console, tokens_per_second
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-# `Peak Memory Active (GiB)` in torchtune's README (TORCHTUNE), by the label of the same technique in pretended_torchtune.py.
+# `Peak Memory Active (GiB)` in torchtune's README (TORCHTUNE), by the label of the same technique in
+# pretended_torchtune.py.
 PUBLISHED = {
     "packed rows": 60.0,
     "+ compile": 51.0,

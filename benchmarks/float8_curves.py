@@ -3,10 +3,10 @@
     python benchmarks/float8_curves.py
     python benchmarks/float8_curves.py --only qwen3 --seeds 5
 
-Each base model is small, and is trained for some steps on the embedded model's chats. LoRA then trains on its arithmetic problems, once per
-seed and row of the table. A seed draws the adapter and the order of the data, and is the same in all rows. Losses are means of the last
-steps. The noise is the standard deviation of bfloat16's loss over the seeds. On a CPU, float8 products have a GPU's rounding of the factors,
-and sums in float32.
+Each base model is small, and is trained for some steps on the embedded model's chats. LoRA then trains on its
+arithmetic problems, once per seed and row of the table. A seed draws the adapter and the order of the data, and is the
+same in all rows. Losses are means of the last steps. The noise is the standard deviation of bfloat16's loss over the
+seeds. On a CPU, float8 products have a GPU's rounding of the factors, and sums in float32.
 
 Writes `results/float8_curves_<hardware>.json` after each model; other models keep their numbers.
 """
@@ -145,8 +145,9 @@ def compare(name: str, base: Path, seeds: int, steps: int) -> list[dict[str, Any
 def describe(result: dict[str, Any]) -> str:
     settings = result["settings"]
     return (
-        f"LoRA of rank 8 on all linear layers, {settings['steps']} steps of {ROWS} x {TOKENS} tokens, {settings['seeds']} seeds; the loss is the "
-        f"mean of the last {LAST_STEPS} steps; noise is the standard deviation of bfloat16's loss over the seeds"
+        f"LoRA of rank 8 on all linear layers, {settings['steps']} steps of {ROWS} x {TOKENS} tokens, "
+        f"{settings['seeds']} seeds; the loss is the mean of the last {LAST_STEPS} steps; noise is the standard "
+        "deviation of bfloat16's loss over the seeds"
     )
 
 

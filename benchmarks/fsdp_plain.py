@@ -1,7 +1,7 @@
 """The peer of compare_fsdp.py: PyTorch's `fully_shard` or DDP with a plain loop and AdamW, started by torchrun.
 
-transformers' model in bfloat16 with random weights, sharded by layer as in PyTorch's tutorial; the model's own loss with full logits;
-`torch.optim.AdamW` with its fused update; rows of random tokens.
+transformers' model in bfloat16 with random weights, sharded by layer as in PyTorch's tutorial; the model's own loss
+with full logits; `torch.optim.AdamW` with its fused update; rows of random tokens.
 
 Writes metrics.jsonl as lean_ft does: one line per step, with the largest peak of the processes.
 """

@@ -3,13 +3,14 @@
     python benchmarks/fuzzing.py                        # 1,000,000 cases: about 20 minutes on one core
     python benchmarks/fuzzing.py --cases 20000 --only config.json
 
-A case is a valid input with a few changes: a JSON or YAML value is replaced by a hostile one (a huge number, deep nesting, half a surrogate
-pair, another type), removed or doubled, or bytes are flipped, cut, repeated or inserted. Inputs are small, so failures need no shrinking and
-hypothesis is not used. A target and a seed determine each case, so runs with the same arguments repeat it. Slow targets get fewer cases.
+A case is a valid input with a few changes: a JSON or YAML value is replaced by a hostile one (a huge number, deep
+nesting, half a surrogate pair, another type), removed or doubled, or bytes are flipped, cut, repeated or inserted.
+Inputs are small, so failures need no shrinking and hypothesis is not used. A target and a seed determine each case, so
+runs with the same arguments repeat it. Slow targets get fewer cases.
 
-A case passes if the input is accepted, or rejected with a message (ValueError, exit code 2) of at most 2,000 printable characters. It fails
-with any other exception, after 10 s of CPU time, or with 2 GiB more memory; `images by memory` after 2 s or with 200 MiB more in one
-case. A worker that dies or hangs is a failure of its current case.
+A case passes if the input is accepted, or rejected with a message (ValueError, exit code 2) of at most 2,000 printable
+characters. It fails with any other exception, after 10 s of CPU time, or with 2 GiB more memory; `images by memory`
+after 2 s or with 200 MiB more in one case. A worker that dies or hangs is a failure of its current case.
 
 Writes `results/fuzzing_<hardware>.json`.
 """
@@ -104,9 +105,9 @@ MESSAGES = [
     {"role": "assistant", "content": "4"},
 ]
 TEMPLATE = (
-    "{% macro f(x) %}{{ x | tojson }}{% endmacro %}{{ f([1, 2]) }}{% for i in range(3) %}{{ i }}{% endfor %}{{ bos_token }}"
-    "{% for message in messages %}{% if message['role'] == 'system' %}<<{{ message.content | trim }}>>"
-    "{% elif loop.first %}first {% endif %}{% set name = message.role ~ ':' %}{{ name.upper() }}{{ message['content'] }}"
+    "{% macro f(x) %}{{ x | tojson }}{% endmacro %}{{ f([1, 2]) }}{% for i in range(3) %}{{ i }}{% endfor %}{{ "
+    "bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}<<{{ message.content | trim }}>>{% "
+    "elif loop.first %}first {% endif %}{% set name = message.role ~ ':' %}{{ name.upper() }}{{ message['content'] }}"
     "{{ '\\n' * 2 }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 TORCHTUNE = b"""
@@ -131,7 +132,7 @@ seed: 3
 my_key: {a: [1], "b c": text}
 metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: "${output_dir}/logs"}
 profiler: {_component_: p, enabled: true, wait_steps: 5, warmup_steps: 3, active_steps: 2}
-"""
+"""  # noqa: E501
 AXOLOTL = b"""
 base_model: org/name
 adapter: qlora
@@ -160,7 +161,7 @@ trl: {beta: 0.1, reward_funcs: [mine.reward]}
 special_tokens: {pad_token: x}
 wandb_project: mine
 output_dir: ./out
-"""
+"""  # noqa: E501
 LLAMA_FACTORY = b"""
 model_name_or_path: org/name
 stage: sft
@@ -189,7 +190,7 @@ output_dir: out
 """
 DATASET_INFO = b"""{"chats": {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "talk", "system": "s"},
 "tags": {"role_tag": "role", "content_tag": "content"}}, "pairs": {"hf_hub_url": "org/pairs", "ranking": true, "subset": "main",
-"split": "train", "num_samples": 5, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad", "kto_tag": "ok"}}}"""
+"split": "train", "num_samples": 5, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad", "kto_tag": "ok"}}}"""  # noqa: E501
 HOSTILE = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**40, -(2**63), 1e308, -1e308, 1e-320, 0.5, float("nan")),
     *(
@@ -345,7 +346,8 @@ def break_safetensors(content: bytes, chance: random.Random) -> bytes:
     return struct.pack("<Q", length) + header + data
 
 
-# A GGUF file as lists of [key, type, value] and [name, shape, kind, offset]. In an array the value is [type, count, entries].
+# A GGUF file as lists of [key, type, value] and [name, shape, kind, offset]. In an array the value is [type, count,
+# entries].
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_TEXT, _GGUF_ARRAY = 8, 9
 _GGUF_COUNTS = (0, 1, 2, 3, 2**16, 2**21, 2**22, 2**31, 2**32 - 1, 2**60, 2**63, 2**64 - 1)
@@ -700,8 +702,10 @@ def _images(folder: Path) -> dict[str, Target]:
     return {
         "images": Target(10, file, pictures, break_bytes, read_image),
         "images by memory": Target(2, grown, growing_images(), break_grown, read_grown, most=(2.0, 200 * 2**20)),
-        "preprocessor_config.json": Target(6, settings, [as_json(one) for one in families.values()], break_json, read_settings),
-        "config.json of images": Target(4, config, [as_json(one) for one in configs], break_json, lambda: prepare(config.parent)),
+        "preprocessor_config.json": Target(6, settings, [as_json(one) for one in families.values()], break_json,
+            read_settings),
+        "config.json of images": Target(4, config, [as_json(one) for one in configs], break_json,
+            lambda: prepare(config.parent)),
         "config.json with a vision tower": Target(4, whole, [whole.read_bytes()], break_json,
                                                   lambda: empty_model(whole.parent, images="frozen")),
     }  # fmt: skip
@@ -721,7 +725,8 @@ def _models(folder: Path) -> dict[str, Target]:
     broken = folder / "broken.safetensors"
     cut = write_inputs(folder / "cut")
     (cut / "part.safetensors").write_bytes(weights)
-    index = as_json({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(read_header(cut / "part.safetensors"), "part.safetensors")})  # fmt: skip
+    index = as_json({"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(read_header(cut / "part.safetensors"),
+        "part.safetensors")})  # fmt: skip
     (inputs / "generation_config.json").write_bytes(generation := b'{"eos_token_id": [256, 3], "temperature": 0.7}')
 
     def answer() -> None:
@@ -729,9 +734,11 @@ def _models(folder: Path) -> dict[str, Target]:
 
     tokenizer = load_tokenizer(inputs)
     return {
-        "config.json": Target(12, inputs / "config.json", [as_json(c) for c in families], break_json, lambda: load_model(inputs)),
+        "config.json": Target(12, inputs / "config.json", [as_json(c) for c in families], break_json,
+            lambda: load_model(inputs)),
         "safetensors header": Target(12, broken, [weights], break_safetensors, lambda: _read_tensors(broken)),
-        "model.safetensors.index.json": Target(4, cut / "model.safetensors.index.json", [index], break_json, lambda: load_model(cut)),
+        "model.safetensors.index.json": Target(4, cut / "model.safetensors.index.json", [index], break_json,
+            lambda: load_model(cut)),
         "generation_config.json": Target(2, inputs / "generation_config.json", [generation], break_json, answer),
     }  # fmt: skip
 
@@ -908,7 +915,8 @@ def _tokenizers(folder: Path) -> dict[str, Target]:
         "tokenizer_config.json": Target(6, file, [as_json(config)], break_json, read_config),
         "chat template": Target(4, jinja / "chat_template.jinja", [TEMPLATE.encode()], break_bytes,
                                 lambda: load_tokenizer(jinja).render(MESSAGES)),
-        "tokenizer.model": Target(1, ranks / "tokenizer.model", [tiktoken], break_bytes, lambda: load_tokenizer(ranks).encode("a b")),
+        "tokenizer.model": Target(1, ranks / "tokenizer.model", [tiktoken], break_bytes,
+            lambda: load_tokenizer(ranks).encode("a b")),
     }  # fmt: skip
 
 
@@ -963,11 +971,15 @@ def _runs(folder: Path) -> dict[str, Target]:
 
     return {
         "training_state.json": Target(12, checkpoint / TRAINING_STATE_FILE, [as_json(state)], break_json, resume),
-        "random_state.json": Target(3, checkpoint / RANDOM_STATE_FILE, [as_json(capture_random_state(torch.device("cpu")))], break_json, draw),
+        "random_state.json": Target(3, checkpoint / RANDOM_STATE_FILE,
+            [as_json(capture_random_state(torch.device("cpu")))], break_json, draw),
         "manifest.json": Target(8, whole / "manifest.json", [manifest], break_json, lambda: check_whole(whole)),
-        "run.json": Target(10, folder / "run.json", [starts], break_json, lambda: [starting._changes(starting._recorded_settings(one), settings_of(cfg), starting.IDENTITY) for one in read_starts(folder)]),
+        "run.json": Target(10, folder / "run.json", [starts], break_json,
+            lambda: [starting._changes(starting._recorded_settings(one), settings_of(cfg),
+                starting.IDENTITY) for one in read_starts(folder)]),
         "metrics.jsonl": Target(10, folder / "metrics.jsonl", [lines], break_bytes, curves),
-        "loggers.json": Target(2, folder / "loggers.json", [b'{"wandb": "abc"}'], break_json, lambda: loggers._records(folder)),
+        "loggers.json": Target(2, folder / "loggers.json", [b'{"wandb": "abc"}'], break_json,
+            lambda: loggers._records(folder)),
     }  # fmt: skip
 
 
@@ -1009,7 +1021,8 @@ def _turns(folder: Path) -> dict[str, Target]:
         f'<|python_tag|>{{"name": "f", "parameters": {arguments}}}; {{"name": "f", "parameters": {{}}}}',
         f'[TOOL_CALLS] [{{"name": "f", "arguments": {arguments}, "id": "a1b2c3d4e"}}]',
         f"[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{arguments}[TOOL_CALLS]f[ARGS]{{}}",
-        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{arguments}<|call|>",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        f"<|constrain|>json<|message|>{arguments}<|call|>",
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{arguments}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         '<|tool_call>call:f{n:[1,{k:null}],x:<|"|>a b<|"|>}<tool_call|>',

@@ -52,9 +52,9 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     s = result["settings"]
     return (
-        f"{s['shape']}, bfloat16, random weights: {s['rows']} rows of {s['prompt_tokens']} prompt tokens ({s['shared_tokens']} for the "
-        f"long prompt) and {s['new_tokens']} new tokens; tokens/s count new tokens; {s['rounds']} rounds"
-        + ("; lean_ft compiled" if s.get("compile") else "")
+        f"{s['shape']}, bfloat16, random weights: {s['rows']} rows of {s['prompt_tokens']} prompt tokens "
+        f"({s['shared_tokens']} for the long prompt) and {s['new_tokens']} new tokens; tokens/s count new tokens; "
+        f"{s['rounds']} rounds" + ("; lean_ft compiled" if s.get("compile") else "")
     )
 
 

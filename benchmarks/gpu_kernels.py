@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_kernels.py
 
-Attention: three documents in one row. Expand: frozen weights of layers or experts. Sums: the rows of each token's experts. Nothing is downloaded.
+Attention: three documents in one row. Expand: frozen weights of layers or experts. Sums: the rows of each token's
+experts. Nothing is downloaded.
 
 Writes `results/gpu_kernels_<hardware>.json` after every row.
 """
@@ -90,7 +91,8 @@ def memory_rows() -> Iterator[dict[str, Any]]:
     cases = {
         "MXFP4, 32 x 5,760 x 2,880": (pairs, pairs.flatten()[: len(pairs)], (len(pairs), 32)),
         "float8, 1 scale per row, 128 x 1,536 x 2,048": (float8, torch.rand(128, 1536, 1, device="cuda"), float8.shape),
-        "float8, 16 scales per row, 128 x 1,536 x 2,048": (float8, torch.rand(128, 1536, 16, device="cuda"), float8.shape),
+        "float8, 16 scales per row, 128 x 1,536 x 2,048": (float8, torch.rand(128, 1536, 16, device="cuda"),
+            float8.shape),
         "NF4, 64 x 1,536 x 2,048": (nf4, torch.rand(len(nf4), device="cuda"), (len(nf4), 64)),
     }  # fmt: skip
     for name, (numbers, scales, shape) in cases.items():
@@ -121,7 +123,8 @@ def main(
         return
     for row in (row for part in (map(attention_row, ATTENTION), memory_rows()) for row in part):
         rows.append({"status": "ok", "reason": None, **row})
-        path = write_result("gpu_kernels", benchmark="gpu_kernels", hardware=hardware, settings={}, rows=rows, folder=results_dir)  # fmt: skip
+        path = write_result("gpu_kernels", benchmark="gpu_kernels", hardware=hardware, settings={}, rows=rows,
+            folder=results_dir)  # fmt: skip
         if time.monotonic() > ends:
             break
     print_result(path, describe, COLUMNS, table_cells)
@@ -130,9 +133,9 @@ def main(
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
-        "median time of kernels. Attention: forward + backward, documents of 700, 1,100 and 2,296 tokens in one row, bfloat16; library: PyTorch's "
-        "flash kernel. Expand: a frozen weight to bfloat16; library: bitsandbytes. Sums: tokens x experts per token x hidden features, bfloat16; "
-        "library: PyTorch's embedding_bag"
+        "median time of kernels. Attention: forward + backward, documents of 700, 1,100 and 2,296 tokens in one row, "
+        "bfloat16; library: PyTorch's flash kernel. Expand: a frozen weight to bfloat16; library: bitsandbytes. Sums: "
+        "tokens x experts per token x hidden features, bfloat16; library: PyTorch's embedding_bag"
     )
 
 

@@ -4,8 +4,9 @@
     python benchmarks/gpu_presets.py --presets gpt_oss_20b/qlora,llama3_2_3b/full
     python benchmarks/gpu_presets.py --predict benchmarks/results/gpu_presets_nvidia-h200.json    # needs no GPU
 
-Each row of a batch is one document of the maximum length, as in a plan, so attention is at its largest. Models of several processes are made,
-planned and compiled side by side; their timed steps run one process at a time. Nothing is downloaded.
+Each row of a batch is one document of the maximum length, as in a plan, so attention is at its largest. Models of
+several processes are made, planned and compiled side by side; their timed steps run one process at a time. Nothing is
+downloaded.
 
 `--predict` keeps the measured numbers of a result and plans its presets again for its card.
 
@@ -39,7 +40,8 @@ from shapes import EMBEDDED_MODEL, write_model_folder
 
 STEPS = ROOT / "benchmarks" / "pretended_steps.py"
 PRESETS = "gpt_oss_20b/qlora,qwen3_30b_a3b/qlora,qwen3_8b/qlora,llama3_2_3b/full,gemma4_26b_a4b/qlora"
-COLUMNS = ["preset", "planned", "allocated", "planned reserved", "reserved", "planned step", "step", "tokens/s", "planned launches", "launches"]  # fmt: skip
+COLUMNS = ["preset", "planned", "allocated", "planned reserved", "reserved", "planned step", "step", "tokens/s",
+    "planned launches", "launches"]  # fmt: skip
 
 
 def start(preset: str, folder: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
@@ -140,8 +142,8 @@ def describe(result: dict[str, Any]) -> str:
     if "planned" in result:
         plan += f" of commit {result['planned']['commit']} with torch {result['planned']['torch']}"
     return (
-        "presets on a real GPU with random weights, each row one document of the longest length: memory as PyTorch's allocator counts it in step 3, "
-        f"the fastest of four steps, and launches by PyTorch's profiler, next to {plan}"
+        "presets on a real GPU with random weights, each row one document of the longest length: memory as PyTorch's "
+        f"allocator counts it in step 3, the fastest of four steps, and launches by PyTorch's profiler, next to {plan}"
     )
 
 

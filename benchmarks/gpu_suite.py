@@ -4,8 +4,9 @@
     python benchmarks/gpu_suite.py --stages tests,ladder_llama
     python benchmarks/gpu_suite.py --device cpu --shape tiny        # a trial without a GPU
 
-The most important stages run first. Each stage is a benchmark that writes its own result. Stages beyond the budget are listed as not run,
-and missing peers as absent. Nothing is downloaded. Without a GPU the suite exits, unless you pass --device cpu.
+The most important stages run first. Each stage is a benchmark that writes its own result. Stages beyond the budget are
+listed as not run, and missing peers as absent. Nothing is downloaded. Without a GPU the suite exits, unless you pass
+--device cpu.
 
 Writes `results/gpu_suite_<hardware>.json` after every stage: stages, times, and the end of each output.
 """

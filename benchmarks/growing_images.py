@@ -1,4 +1,5 @@
-"""Images for `fuzzing.py`: files of all formats that hold or claim far more pixels than bytes, and changes that make them claim others.
+"""Images for `fuzzing.py`: files of all formats that hold or claim far more pixels than bytes, and changes that make
+them claim others.
 
 seeds = growing_images()
 case = break_image(seeds[0], random.Random(0), break_bytes)
@@ -26,7 +27,8 @@ NUMBERS = ("<H", ">H", "<I", ">I")
 HEADER_BYTES = 64
 PNG = b"\x89PNG\r\n\x1a\n"
 # Where files have a width and a height, behind these bytes: PNG, GIF, BMP, WebP, JPEG.
-BEFORE_SIZES = ((b"IHDR", 0), (b"GIF89a", 0), (b"GIF87a", 0), (b"BM", 16), (b"VP8L", 5), (b"VP8X", 8), (b"VP8 ", 10), (b"\xff\xc0", 3), (b"\xff\xc2", 3))  # fmt: skip
+BEFORE_SIZES = ((b"IHDR", 0), (b"GIF89a", 0), (b"GIF87a", 0), (b"BM", 16), (b"VP8L", 5), (b"VP8X", 8), (b"VP8 ", 10),
+    (b"\xff\xc0", 3), (b"\xff\xc2", 3))  # fmt: skip
 
 
 def growing_images() -> list[bytes]:

@@ -2,8 +2,8 @@
 
     python benchmarks/host_pool.py --shape qwen2_5_0_5b --batch-size 4 --length 512 --rounds 2
 
-Each run is a new process of the recipe with the settings of the ladder's rung `loss_sums` (8-bit AdamW in backward, compiled, full
-checkpointing). The first steps of a run do not count, because they compile and map new pages.
+Each run is a new process of the recipe with the settings of the ladder's rung `loss_sums` (8-bit AdamW in backward,
+compiled, full checkpointing). The first steps of a run do not count, because they compile and map new pages.
 
 Writes `results/host_pool_<shape>_<batch>x<length>_<hardware>.json`.
 """
@@ -52,8 +52,8 @@ def describe(result: dict[str, Any]) -> str:
     return (
         f"full fine-tuning of {settings['shape']} ({settings['parameters']:,} parameters, random weights), batch of "
         f"{settings['batch_size']} rows of {settings['length']} tokens, bfloat16, 8-bit AdamW in backward, compiled, "
-        f"full activation checkpointing; median of {settings['steps']} steps in each of {settings['rounds']} alternating "
-        f"new processes; peak resident memory"
+        f"full activation checkpointing; median of {settings['steps']} steps in each of {settings['rounds']} "
+        "alternating new processes; peak resident memory"
     )
 
 

@@ -4,22 +4,26 @@
     python benchmarks/images.py --only ours_frozen,trl   # two of the sides
     python benchmarks/images.py --layers 2 --steps 4 --rounds 1      # in a minute
 
-The model has the layers of Qwen3-VL and random weights: a vision tower with three deepstack mergers, and a language model. Rows are
-chats about a picture of 6 to 40 KB with 64 to 121 image tokens, and answers of 10 to 80 words.
+The model has the layers of Qwen3-VL and random weights: a vision tower with three deepstack mergers, and a language
+model. Rows are chats about a picture of 6 to 40 KB with 64 to 121 image tokens, and answers of 10 to 80 words.
 
-lean_ft uses bfloat16 weights, 8-bit AdamW in backward, selective checkpointing, chunked logits and no padding. TRL runs with its defaults,
-which train the vision tower (on a CPU: float32 weights, bfloat16 autocast, gradient checkpointing), and with care: the vision tower frozen by
-hand, and with bfloat16 weights, 8-bit AdamW of bitsandbytes and checkpointing that keeps attention. TRL refuses packing for rows with
-images. Both sides train on every token of text; TRL also trains on image tokens.
+lean_ft uses bfloat16 weights, 8-bit AdamW in backward, selective checkpointing, chunked logits and no padding. TRL runs
+with its defaults,
+which train the vision tower (on a CPU: float32 weights, bfloat16 autocast, gradient checkpointing), and with care: the
+vision tower frozen by hand, and with bfloat16 weights, 8-bit AdamW of bitsandbytes and checkpointing that keeps
+attention. TRL refuses packing for rows with images. Both sides train on every token of text; TRL also trains on image
+tokens.
 
-Speed is real tokens (image tokens and text, without padding) per CPU second of all threads, so that other work on the machine changes
-it little. It covers decoding, collating and the update, from the end of the third step. Memory is the peak resident size of the process.
+Speed is real tokens (image tokens and text, without padding) per CPU second of all threads, so that other work on the
+machine changes it little. It covers decoding, collating and the update, from the end of the third step. Memory is the
+peak resident size of the process.
 
-TRL is in the extra `compare`. It also imports torchvision, whose wheels on PyPI need CUDA's libraries, so a CPU build of PyTorch cannot
-load their operators. No operator is used here, so the peer declares the two that the import names: pip install --no-deps torchvision.
+TRL is in the extra `compare`. It also imports torchvision, whose wheels on PyPI need CUDA's libraries, so a CPU build
+of PyTorch cannot load their operators. No operator is used here, so the peer declares the two that the import names:
+pip install --no-deps torchvision.
 
 Writes `results/images_<rows per step>_<hardware>.json`.
-"""
+"""  # noqa: E501
 
 import importlib.util
 import json
@@ -261,14 +265,14 @@ def train_trl(side: str, model: Path, data: Path, scratch: Path, batch_size: int
     return clock.report(**facts, losses=[line["loss"] for line in trainer.state.log_history if "loss" in line])
 
 
-# -----------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def compare(
     sides: list[str], *, layers: int, batch_size: int, steps: int, rounds: int, threads: int, budget: Budget
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Measure each side in new processes; the order is reversed in every second round. Returns medians and the largest peak, and the
-    model's numbers of parameters."""
+    """Measure each side in new processes; the order is reversed in every second round. Returns medians and the largest
+    peak, and the model's numbers of parameters."""
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory(prefix="lean_ft_images_") as temporary:
         model, report = Path(temporary) / "model", Path(temporary) / "report.json"
@@ -310,8 +314,9 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     settings = result["settings"]
     return (
-        f"chats about pictures, {settings['batch_size']} per step, {settings['parameters'] / 1e6:.0f} M parameters, of which "
-        f"{settings['vision_parameters'] / 1e6:.0f} M read images; {settings['threads']} thread, median of {settings['rounds']} rounds"
+        f"chats about pictures, {settings['batch_size']} per step, {settings['parameters'] / 1e6:.0f} M parameters, of "
+        f"which {settings['vision_parameters'] / 1e6:.0f} M read images; {settings['threads']} thread, median of "
+        f"{settings['rounds']} rounds"
     )
 
 

@@ -2,10 +2,11 @@
 
     PRETENDED_GPU_TOUCH=65536 tests/pretended_gpu/run.sh python benchmarks/kernel_resources.py
 
-The kernels are those of one training step: one layer of each shape with its output layer and optimizer, compiled by Inductor on a
-simulated or a real card, the kernels of mixtures of experts (grouped products and the activation), and attention with all its rules. Each is compiled again for every architecture in
-`LIMITS`, in all configurations that Inductor would try on this card. The numbers are ptxas's, which cuobjdump reads from the binary.
-Occupancy is the share of an SM's warps that can run at once.
+The kernels are those of one training step: one layer of each shape with its output layer and optimizer, compiled by
+Inductor on a simulated or a real card, the kernels of mixtures of experts (grouped products and the activation), and
+attention with all its rules. Each is compiled again for every architecture in `LIMITS`, in all configurations that
+Inductor would try on this card. The numbers are ptxas's, which cuobjdump reads from the binary. Occupancy is the share
+of an SM's warps that can run at once.
 
 Source of the limits: NVIDIA, CUDA C++ Programming Guide, "Compute Capabilities".
 
@@ -120,8 +121,8 @@ class _compiled:
 
 
 def mixture_kernels() -> list[Kernel]:
-    """Return the kernels of mixtures: grouped products with the thin matrices of a rank-16 adapter on 64 experts, quantized numbers
-    expanded, and the activation and its gradient as in gpt-oss, Qwen3 and Gemma 4."""
+    """Return the kernels of mixtures: grouped products with the thin matrices of a rank-16 adapter on 64 experts,
+    quantized numbers expanded, and the activation and its gradient as in gpt-oss, Qwen3 and Gemma 4."""
     import torch
     from triton.runtime.jit import JITFunction
 
@@ -155,8 +156,8 @@ def mixture_kernels() -> list[Kernel]:
 
 
 def attention_kernels(capability: int) -> list[Kernel]:
-    """Return the kernels of attention for heads of 256 and of 512 features, with sinks, a window, a soft cap and prefixes, in the sizes
-    for an architecture."""
+    """Return the kernels of attention for heads of 256 and of 512 features, with sinks, a window, a soft cap and
+    prefixes, in the sizes for an architecture."""
     import torch
     from triton.runtime.jit import JITFunction
 
@@ -240,8 +241,9 @@ COLUMNS = ["kernels of", "kernels", *(f"sm_{capability}" for capability in LIMIT
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
-        "Triton kernels of one training step (8-bit AdamW in backward, full checkpointing, compiled, bfloat16), of mixtures of experts and of attention, "
-        f"compiled by Triton {result['versions']['triton']} and its ptxas; no kernel ran"
+        "Triton kernels of one training step (8-bit AdamW in backward, full checkpointing, compiled, bfloat16), of "
+        f"mixtures of experts and of attention, compiled by Triton {result['versions']['triton']} and its ptxas; no "
+        "kernel ran"
     )
 
 

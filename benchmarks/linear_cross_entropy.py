@@ -2,9 +2,10 @@
 
     python benchmarks/linear_cross_entropy.py --shape qwen2_5_0_5b --tokens 4096
 
-Each runs forward and backward in a new process, on the same random bfloat16 hidden states, weight and labels. Time is the median of several
-calls. Memory is the peak above the inputs, with both gradients. Errors are those of both gradients relative to float64 (Frobenius norm), at a
-smaller size with as many chunks. PyTorch has a fused loss since 2.13; Liger's kernels need Triton and a GPU. Missing peers are listed.
+Each runs forward and backward in a new process, on the same random bfloat16 hidden states, weight and labels. Time is
+the median of several calls. Memory is the peak above the inputs, with both gradients. Errors are those of both
+gradients relative to float64 (Frobenius norm), at a smaller size with as many chunks. PyTorch has a fused loss since
+2.13; Liger's kernels need Triton and a GPU. Missing peers are listed.
 
 Writes `results/linear_cross_entropy_<shape>_<tokens>_<hardware>.json`.
 """
@@ -40,7 +41,8 @@ ERROR_TOKENS, ERROR_HIDDEN, ERROR_VOCAB = 2048, 256, 4096
 
 
 def contestant(name: str, chunk_tokens: int) -> Callable[[Any, Any, Any], Any]:
-    """The function (hidden, weight, labels) -> sum of losses. Raises LookupError with the reason if it is unavailable."""
+    """The function (hidden, weight, labels) -> sum of losses. Raises LookupError with the reason if it is
+    unavailable."""
     import torch
     from torch.nn import functional as F
 

@@ -3,8 +3,8 @@
     python benchmarks/loading.py --shape llama3_2_3b
     python benchmarks/loading.py --shape llama3_1_8b --folder /a/disk/with/room   # 16 GB, and 16 GB more for the export
 
-Writes a folder of random bfloat16 weights (`save`), loads it and exports it. The peak is the process's largest resident size (VmHWM), with
-Python and torch, whose own size is `before`.
+Writes a folder of random bfloat16 weights (`save`), loads it and exports it. The peak is the process's largest resident
+size (VmHWM), with Python and torch, whose own size is `before`.
 
 Writes `results/loading_<shape>_<hardware>.json`.
 """

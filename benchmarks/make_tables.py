@@ -4,16 +4,16 @@
     python benchmarks/make_tables.py --check    # change nothing; exit 1 if a table is stale
     python benchmarks/make_tables.py --list     # print the names of the results
 
-A page marks a table with two lines. NAME is a file in benchmarks/results without `.json`, or a prefix of exactly one of them
-(`memory_ladder`, `memory_ladder_llama3_2_3b`):
+A page marks a table with two lines. NAME is a file in benchmarks/results without `.json`, or a prefix of exactly one of
+them (`memory_ladder`, `memory_ladder_llama3_2_3b`):
 
     <!-- table:NAME -->
     <!-- /table -->
 
 `sentence` instead of `table` writes the result in one sentence (compare_trl).
 
-The table is empty while the benchmark has no result. A name of no benchmark is an error. Under each table stand what was measured, the
-hardware, versions, date and commit. A row without a number stays in the table, with its reason below.
+The table is empty while the benchmark has no result. A name of no benchmark is an error. Under each table stand what
+was measured, the hardware, versions, date and commit. A row without a number stays in the table, with its reason below.
 """
 
 import importlib

@@ -1,17 +1,18 @@
 """Run a command in a new process and measure its time and memory from outside, together with its metrics.jsonl.
 
-A run is stopped once it has written the wanted lines, so that the final checkpoint is not measured. A run that fails gives a reason and no
-number.
+A run is stopped once it has written the wanted lines, so that the final checkpoint is not measured. A run that fails
+gives a reason and no number.
 
 Memory is measured in several ways, because each can mislead:
-- `peak_memory_bytes` is the run's own value at its last step: the allocator's peak on a GPU, the process's peak resident size (VmHWM) on a
-  CPU. Tables show it. With `settle_steps` a run continues until this peak is stable and also reports `first_peak_memory_bytes`, the peak
-  of the first steps.
-- `peak_rss_bytes` is the kernel's value for the largest process of the command (ru_maxrss of wait4). It includes this process at the moment
-  of the fork, so it is meaningless for smaller commands.
-- `peak_tree_rss_bytes` is the largest sampled sum over the process and its descendants, such as compilers. Shared pages count once per
-  process.
-- `peak_device_bytes` is the GPU memory reported by the driver minus the memory used before the start (nvidia-smi, sampled).
+- `peak_memory_bytes` is the run's own value at its last step: the allocator's peak on a GPU, the process's peak
+  resident size (VmHWM) on a CPU. Tables show it. With `settle_steps` a run continues until this peak is stable and also
+  reports `first_peak_memory_bytes`, the peak of the first steps.
+- `peak_rss_bytes` is the kernel's value for the largest process of the command (ru_maxrss of wait4). It includes this
+  process at the moment of the fork, so it is meaningless for smaller commands.
+- `peak_tree_rss_bytes` is the largest sampled sum over the process and its descendants, such as compilers. Shared pages
+  count once per process.
+- `peak_device_bytes` is the GPU memory reported by the driver minus the memory used before the start (nvidia-smi,
+  sampled).
 
 Source: proc(5), wait4(2), getrusage(2).
 """
@@ -278,7 +279,8 @@ def overrides(settings: dict[str, Any]) -> list[str]:
 
 
 def rehearse_recipe(recipe: str, settings: dict[str, Any], device: Any, machines: Any = None) -> Row:
-    """The planner's prediction for a recipe with `settings`, on one device or on each of `machines`, as plain values."""
+    """The planner's prediction for a recipe with `settings`, on one device or on each of `machines`, as plain
+    values."""
     from lean_ft.plan.devices import ONE_DEVICE
     from lean_ft.plan.rehearsal import rehearse
     from lean_ft.settings.text import load_config
@@ -320,7 +322,8 @@ def measure_training(
         steps: how many steps count, after `warmup_steps` that do not.
         tokens_per_step: what every step must compute, so that no padding or short batch flatters the number.
         token_slack: the share of these that a step may lack.
-        settle_steps: goes on until the peak stands still, for at most so many steps in all, which the command must have.
+        settle_steps: goes on until the peak stands still, for at most so many steps in all, which the command must
+            have.
         timeout_seconds, environment: as for `run_measured`.
 
     Returns:

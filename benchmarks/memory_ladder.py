@@ -3,9 +3,9 @@
     python benchmarks/memory_ladder.py --shape qwen2_5_0_5b --batch-size 8 --length 512
     python benchmarks/memory_ladder.py --shape llama3_2_3b --batch-size 2 --length 4096 --packing bfd --device cuda
 
-Every rung runs `full_finetune_single_device` in a new process, with random weights and text that fills every position, and keeps the
-techniques of the rungs before it. The first rung already stores no attention scores, and its loss writes the gradient over the logits, so it
-is leaner than a naive loop.
+Every rung runs `full_finetune_single_device` in a new process, with random weights and text that fills every position,
+and keeps the techniques of the rungs before it. The first rung already stores no attention scores, and its loss writes
+the gradient over the logits, so it is leaner than a naive loop.
 
 Writes `results/memory_ladder_<shape>_<batch>x<length>_<hardware>.json` and a chart.
 """

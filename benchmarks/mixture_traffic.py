@@ -2,10 +2,10 @@
 
     python benchmarks/mixture_traffic.py
 
-The experts of one layer run forward and backward on tensors that have shapes and no values: on a GPU with the fused kernels, and with
-separate operations, as on a CPU. One unit is the size of one (rows, intermediate features) tensor in bfloat16, and there is a row for
-each expert that a token chooses. Weights do not count, because their traffic does not depend on how operations are fused. The frozen
-experts have no adapter, or adapters of rank 16 on both projections.
+The experts of one layer run forward and backward on tensors that have shapes and no values: on a GPU with the fused
+kernels, and with separate operations, as on a CPU. One unit is the size of one (rows, intermediate features) tensor in
+bfloat16, and there is a row for each expert that a token chooses. Weights do not count, because their traffic does not
+depend on how operations are fused. The frozen experts have no adapter, or adapters of rank 16 on both projections.
 
 Writes `results/mixture_traffic_<hardware>.json`.
 """
@@ -110,7 +110,10 @@ COLUMNS = ["experts of", "adapter", "pass", "separate operations", "fused kernel
 
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
-    return "Memory units that a mixture's experts read and write; 1 unit is one (rows, intermediate features) tensor; counted from shapes"
+    return (
+        "Memory units that a mixture's experts read and write; 1 unit is one (rows, intermediate features) tensor; "
+        "counted from shapes"
+    )
 
 
 def table_cells(result: dict[str, Any]) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Rows with hostile names in their JSON, and odd answers of user code: cases of `fuzzing.py`.
 
-A name in a tool's schema or in the arguments of a call is text that a stranger wrote, as a value is. So is what an environment or a
-tool returns, which may also be no JSON at all.
+A name in a tool's schema or in the arguments of a call is text that a stranger wrote, as a value is. So is what an
+environment or a tool returns, which may also be no JSON at all.
 """
 
 import json
@@ -74,7 +74,7 @@ class Env:
     def step(self, action):
         found = odd(json.loads(action))
         return tuple(found) if isinstance(found, list) else found
-"""
+"""  # noqa: E501
 KINDS = ("bytes", "set", "object", "nan", "class", "lines", "pair", "error", "big", "self")
 ANSWERS: list[Any] = [
     ["seen", 0.5, False],
@@ -110,7 +110,8 @@ def break_names(content: bytes, chance: random.Random) -> bytes:
 
 
 def names_in_json(folder: Path) -> tuple[Path, list[bytes], Callable[[], None]]:
-    """The file, its seeds, and a function that reads it: no name makes a turn, and no text beside the assistant's is trained."""
+    """The file, its seeds, and a function that reads it: no name makes a turn, and no text beside the assistant's is
+    trained."""
     file, tokenizer = folder / "names.jsonl", load_tokenizer(Path(lean_ft.__file__).parent / "assets/tiny-tools/model")
     begin = tokenizer.token_id("<|im_start|>")
 
@@ -153,8 +154,8 @@ def break_answer(content: bytes, chance: random.Random) -> bytes:
 
 
 def answers(folder: Path) -> tuple[Path, list[bytes], Callable[[], None]]:
-    """The file, its seeds, and a function that lets an environment and a tool answer what it has: valid text of a bounded size, or a
-    message."""
+    """The file, its seeds, and a function that lets an environment and a tool answer what it has: valid text of a
+    bounded size, or a message."""
     file, module = folder / "answer.json", folder / "odd_environment.py"
     module.write_text(ENVIRONMENT)
     settings = ToolsConfig.model_validate({"result_characters": 500})

@@ -3,9 +3,9 @@
     python benchmarks/optimizer_step.py --shape qwen2_5_0_5b
     python benchmarks/optimizer_step.py --only adamw_8bit_compiled,bitsandbytes_8bit --option stochastic_rounding=true
 
-Weights and gradients are random bfloat16 tensors of the shape's sizes. Each optimizer runs in a new process. State is the memory kept
-between steps. Workspace is the peak during the update above weights, gradients and state; a float32 copy of the embedding shows there. CPU
-time is the sum over all threads.
+Weights and gradients are random bfloat16 tensors of the shape's sizes. Each optimizer runs in a new process. State is
+the memory kept between steps. Workspace is the peak during the update above weights, gradients and state; a float32
+copy of the embedding shows there. CPU time is the sum over all threads.
 
 Writes `results/optimizer_step_<shape>_<hardware>.json`.
 """

@@ -3,8 +3,8 @@
     python benchmarks/planned_distributed.py
     python benchmarks/planned_distributed.py --only 8B
 
-Full fine-tuning in bfloat16, one row of 4,096 packed tokens per GPU, activation checkpointing, 8 GPUs per machine. Peaks are the
-allocator's; the driver's context, NCCL's buffers and libraries come on top. Nothing is measured.
+Full fine-tuning in bfloat16, one row of 4,096 packed tokens per GPU, activation checkpointing, 8 GPUs per machine.
+Peaks are the allocator's; the driver's context, NCCL's buffers and libraries come on top. Nothing is measured.
 
 Writes `results/planned_distributed_<device>.json`.
 """
@@ -111,8 +111,9 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     settings = result["settings"]
     return (
-        f"predicted, not measured: memory and traffic of each {settings['device_name']} per step, {settings['devices_each']} per node; full "
-        "fine-tuning in bfloat16, 4,096 packed tokens per GPU, activation checkpointing"
+        f"predicted, not measured: memory and traffic of each {settings['device_name']} per step, "
+        f"{settings['devices_each']} per node; full fine-tuning in bfloat16, 4,096 packed tokens per GPU, activation "
+        "checkpointing"
     )
 
 

@@ -4,12 +4,13 @@
     .venv-pretended-gpu/bin/python benchmarks/planned_launches.py
     .venv-pretended-gpu/bin/python benchmarks/planned_launches.py --cards H100 --only gpt_oss
 
-Each preset runs three steps on a simulated H100 and a simulated A100 (`tests/pretended_gpu`), where PyTorch launches kernels as on a card and
-none runs. The launches and host waits of the third step stand next to the launches of the plan, compiled as the preset is, and uncompiled. Models
-have a few layers, one period of their kinds of layers, because the others repeat them. Then small random models of each family, uncompiled.
+Each preset runs three steps on a simulated H100 and a simulated A100 (`tests/pretended_gpu`), where PyTorch launches
+kernels as on a card and none runs. The launches and host waits of the third step stand next to the launches of the
+plan, compiled as the preset is, and uncompiled. Models have a few layers, one period of their kinds of layers, because
+the others repeat them. Then small random models of each family, uncompiled.
 
-Writes `results/planned_launches_<card>_<hardware>.json` after every row. Rows with a number are skipped without --again; --predict runs only the
-planner again.
+Writes `results/planned_launches_<card>_<hardware>.json` after every row. Rows with a number are skipped without
+--again; --predict runs only the planner again.
 """
 
 import json
@@ -167,9 +168,9 @@ def _key(row: dict[str, Any]) -> str:
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
-        f"launches of one step on a simulated {result['settings']['card']}, where no kernel runs, and launches that the planner "
-        "counts. Models have the presets' shapes and a few layers. Error: of the planned launches. Host waits: the times that "
-        "the host waits for the device in a step"
+        f"launches of one step on a simulated {result['settings']['card']}, where no kernel runs, and launches that "
+        "the planner counts. Models have the presets' shapes and a few layers. Error: of the planned launches. Host "
+        "waits: the times that the host waits for the device in a step"
     )
 
 

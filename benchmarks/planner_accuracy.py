@@ -4,13 +4,14 @@
     python benchmarks/planner_accuracy.py --objectives         # recipes with pairs, labels and teachers, on the first shape
     python benchmarks/planner_accuracy.py --shapes llama3_2_3b --layers 0 --batch-size 2 --length 4096 --device cuda
 
-Each setting is planned as by `leanft plan` and then run in a new process. On a GPU the measured value is the allocator's peak. On a CPU it is
-the peak resident size minus the base of the process: interpreter, libraries and, with `compile`, the compiler. The base is measured with
-the same settings on a very small model, minus its prediction. Runs of the first shape continue until the peak is stable, and the table
-also shows the peak of the first steps. Other shapes, and all with `--settle-steps 0`, run two steps.
+Each setting is planned as by `leanft plan` and then run in a new process. On a GPU the measured value is the
+allocator's peak. On a CPU it is the peak resident size minus the base of the process: interpreter, libraries and, with
+`compile`, the compiler. The base is measured with the same settings on a very small model, minus its prediction. Runs
+of the first shape continue until the peak is stable, and the table also shows the peak of the first steps. Other
+shapes, and all with `--settle-steps 0`, run two steps.
 
 Writes `results/planner_accuracy_<hardware>.json`, or `results/planner_accuracy_objectives_<hardware>.json`.
-"""
+"""  # noqa: E501
 
 import json
 import tempfile

@@ -1,7 +1,8 @@
 """One side of data_preparation.py in its own process: from a JSONL file to packed rows, with the time it took.
 
-Both sides start from the file and end with packed rows on disk (best-fit decreasing). `ours` uses `prepare_batches`. `trl` uses `load_dataset` and
-SFTTrainer's own preparation, with a trainer around a very small model. The time excludes imports and that model.
+Both sides start from the file and end with packed rows on disk (best-fit decreasing). `ours` uses `prepare_batches`.
+`trl` uses `load_dataset` and SFTTrainer's own preparation, with a trainer around a very small model. The time excludes
+imports and that model.
 """
 
 import json

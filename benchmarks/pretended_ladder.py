@@ -4,12 +4,13 @@
     .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py
     .venv-pretended-gpu/bin/python benchmarks/pretended_ladder.py --tables presets --only qlora
 
-The simulated GPU (`tests/pretended_gpu`) replaces the driver, the runtime and cuBLAS: PyTorch allocates, frees and compiles as on a GPU, but no
-kernel runs. Peaks are the allocator's in a real sequence of allocations. They are not measured on a GPU, whose driver context takes about
-0.5 GiB more. Each row is a new process.
+The simulated GPU (`tests/pretended_gpu`) replaces the driver, the runtime and cuBLAS: PyTorch allocates, frees and
+compiles as on a GPU, but no kernel runs. Peaks are the allocator's in a real sequence of allocations. They are not
+measured on a GPU, whose driver context takes about 0.5 GiB more. Each row is a new process.
 
-Three tables: `ladder`, one technique added per rung, as in torchtune's published ladder; `optimizers`, each optimizer and its options; `presets`, every preset on the GPU in its
-comment. Writes `results/pretended_ladder_<table>_<hardware>.json` after every row. Rows with a number are skipped without --again. With
+Three tables: `ladder`, one technique added per rung, as in torchtune's published ladder; `optimizers`, each optimizer
+and its options; `presets`, every preset on the GPU in its comment. Writes
+`results/pretended_ladder_<table>_<hardware>.json` after every row. Rows with a number are skipped without --again. With
 --predict only the planner runs again.
 """
 
@@ -76,10 +77,14 @@ RUNGS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama3_2_3b", LORA, "3B: QLoRA, embeddings on the host", {**_ON_HOST, "lora.quantize": "nf4"}),
     ("llama3_2_3b", LORA, "3B: LoRA, activations offloaded", _ADAPTER),
     ("llama3_2_3b", LORA, "3B: QLoRA, activations offloaded", {**_ADAPTER, "lora.quantize": "nf4"}),
-    ("llama3_1_8b", FULL, "8B: all except streaming, 1 x 2,048", {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}),
-    ("llama3_1_8b", FULL, "8B: optimizer state streamed, 1 x 2,048", {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}),
-    ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048", {**CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}),
-    ("llama3_1_8b", LORA, "8B: QLoRA, embeddings on the host, 2 x 2,048", {**_ON_HOST, "lora.quantize": "nf4", "data.max_length": 2048}),
+    ("llama3_1_8b", FULL, "8B: all except streaming, 1 x 2,048",
+        {**_LEAN_8B, "optimizer.state": "device", "batch_size": 1, "data.max_length": 2048}),
+    ("llama3_1_8b", FULL, "8B: optimizer state streamed, 1 x 2,048",
+        {**_LEAN_8B, "batch_size": 1, "data.max_length": 2048}),
+    ("llama3_1_8b", LORA, "8B: QLoRA, rank 16, 2 x 2,048",
+        {**CHECKPOINTED, "lora.quantize": "nf4", "data.max_length": 2048}),
+    ("llama3_1_8b", LORA, "8B: QLoRA, embeddings on the host, 2 x 2,048",
+        {**_ON_HOST, "lora.quantize": "nf4", "data.max_length": 2048}),
     ("llama3_1_8b", LORA, "8B: QLoRA, activations offloaded, 2 x 2,048", {**_QLORA_8B, "optimizer.name": "adamw"}),
     ("llama3_1_8b", LORA, "8B: + 8-bit AdamW", _QLORA_8B),
     ("llama3_1_8b", LORA, "8B: + MLP in tiles", {**_QLORA_8B, "memory.tile_mlp": 4}),
@@ -235,9 +240,9 @@ def describe(result: dict[str, Any]) -> str:
         "presets": "every preset on the GPU in its comment",
     }[result["settings"]["table"]]
     return (
-        f"allocations of PyTorch's CUDA build on a simulated GPU, where no kernel runs: {configuration}. Predicted: by the planner. "
-        "Allocated and reserved: by PyTorch's allocator in step 3. Error: of the predicted reserved memory. Update: peak "
-        "workspace of one parameter's update, without weights, gradients and state"
+        f"allocations of PyTorch's CUDA build on a simulated GPU, where no kernel runs: {configuration}. Predicted: by "
+        "the planner. Allocated and reserved: by PyTorch's allocator in step 3. Error: of the predicted reserved "
+        "memory. Update: peak workspace of one parameter's update, without weights, gradients and state"
     )
 
 

@@ -2,14 +2,15 @@
 
     tests/pretended_gpu/run.sh python benchmarks/pretended_steps.py RECIPE [--config PRESET] [--plan] KEY=VALUE ...
 
-Runs the recipe's own `main` on the CUDA build of PyTorch. Tensors are allocated and freed, streams and events exist, and Inductor compiles for the
-GPU, but kernels do nothing, so a model of any size needs no memory and no time. Values that decide something, such as whether the loss is
-finite, are replaced. Batches are the longest that the settings allow, as in a plan. `--plan` prints the planner's prediction instead, with
-`--card NAME` for a card that this machine lacks.
+Runs the recipe's own `main` on the CUDA build of PyTorch. Tensors are allocated and freed, streams and events exist,
+and Inductor compiles for the GPU, but kernels do nothing, so a model of any size needs no memory and no time. Values
+that decide something, such as whether the loss is finite, are replaced. Batches are the longest that the settings
+allow, as in a plan. `--plan` prints the planner's prediction instead, with `--card NAME` for a card that this machine
+lacks.
 
-On a real GPU, tokens are random, and the answer has the seconds of the timed steps, and the number and the seconds of the kernels of one more
-step by name, as PyTorch's profiler counts them. With the environment variable GPU_LOCK, the name of a file, processes that share the GPU load and
-compile side by side, and one at a time does its other steps.
+On a real GPU, tokens are random, and the answer has the seconds of the timed steps, and the number and the seconds of
+the kernels of one more step by name, as PyTorch's profiler counts them. With the environment variable GPU_LOCK, the
+name of a file, processes that share the GPU load and compile side by side, and one at a time does its other steps.
 """
 
 import fcntl

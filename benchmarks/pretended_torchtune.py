@@ -1,13 +1,16 @@
-"""Compare torchtune's own recipes and lean_ft on a simulated GPU: the allocator's peaks, launches and host waits of a step.
+"""Compare torchtune's own recipes and lean_ft on a simulated GPU: the allocator's peaks, launches and host waits of a
+step.
 
     make test-pretended-gpu                               # once: installs CUDA wheels and builds the simulated GPU
-    .venv-pretended-gpu/bin/pip install --target torchtune-cuda --no-deps torchtune==0.6.1 torchao==0.10.0 torchdata==0.11.0 \
+    .venv-pretended-gpu/bin/pip install --target torchtune-cuda --no-deps torchtune==0.6.1 torchao==0.10.0
+    torchdata==0.11.0 \
         omegaconf antlr4-python3-runtime==4.9.3 kagglehub kagglesdk blobfile pycryptodomex lxml requests tiktoken
     .venv-pretended-gpu/bin/python benchmarks/pretended_torchtune.py --torchtune torchtune-cuda
 
-Each rung adds one technique, as in the ladder that torchtune published for Llama-3.2-3B on an A100: 2 rows of 4,096 tokens in bfloat16. torchtune's
-rows are one document each, so that its attention needs no mask; lean_ft's are packed. No kernel runs (see pretended_ladder.py): the numbers are counts
-of what PyTorch's CUDA build allocates and launches, not times. Each row is a new process.
+Each rung adds one technique, as in the ladder that torchtune published for Llama-3.2-3B on an A100: 2 rows of 4,096
+tokens in bfloat16. torchtune's rows are one document each, so that its attention needs no mask; lean_ft's are packed.
+No kernel runs (see pretended_ladder.py): the numbers are counts of what PyTorch's CUDA build allocates and launches,
+not times. Each row is a new process.
 
 Writes `results/pretended_torchtune_<hardware>.json` after every row. Rows with numbers are skipped without --again.
 """
@@ -58,13 +61,17 @@ _8BIT, _PAGED = (f"optimizer._component_=bitsandbytes.optim.{name}" for name in 
 _ADAPTER = ("--compile", "--lora-rank", "16")
 RUNGS = [
     Rung("packed rows", FULL, WHOLE_LOGITS, (), (_WHOLE, _NO_CHECKPOINTING, _AFTER_BACKWARD)),
-    Rung("+ compile", FULL, {**WHOLE_LOGITS, "compile": True}, ("--compile",), (_WHOLE, _NO_CHECKPOINTING, _AFTER_BACKWARD)),
-    Rung("+ chunked cross-entropy", FULL, {**CHUNKED, "compile": True}, ("--compile",), (_NO_CHECKPOINTING, _AFTER_BACKWARD)),
+    Rung("+ compile", FULL, {**WHOLE_LOGITS, "compile": True}, ("--compile",),
+        (_WHOLE, _NO_CHECKPOINTING, _AFTER_BACKWARD)),
+    Rung("+ chunked cross-entropy", FULL, {**CHUNKED, "compile": True}, ("--compile",),
+        (_NO_CHECKPOINTING, _AFTER_BACKWARD)),
     Rung("+ activation checkpointing", FULL, CHECKPOINTED, ("--compile",), (_AFTER_BACKWARD,)),
     Rung("+ step in backward", FULL, IN_BACKWARD, ("--compile",)),
     Rung("+ activation offload", FULL, {**IN_BACKWARD, "memory.activation_offload": True}, ("--compile",), (_OFFLOAD,)),
     Rung("+ 8-bit AdamW", FULL, {**EIGHT_BIT, "memory.activation_offload": True}, ("--compile",), (_OFFLOAD, _8BIT)),
-    Rung("+ its state paged", FULL, {**IN_BACKWARD, "optimizer.name": "paged_adamw_8bit", "memory.activation_offload": True}, ("--compile",), (_OFFLOAD, _PAGED)),
+    Rung("+ its state paged", FULL,
+        {**IN_BACKWARD, "optimizer.name": "paged_adamw_8bit", "memory.activation_offload": True}, ("--compile",),
+        (_OFFLOAD, _PAGED)),
     Rung("LoRA, checkpointing", LORA, CHECKPOINTED, _ADAPTER),
     Rung("QLoRA, checkpointing", LORA, {**CHECKPOINTED, "lora.quantize": "nf4"}, (*_ADAPTER, "--quantize")),
 ]  # fmt: skip
@@ -136,8 +143,9 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     settings = result["settings"]
     return (
-        f"Llama-3.2-3B, {settings['rows']} rows of {settings['length']:,} tokens in bfloat16; torchtune {settings['torchtune']}'s own recipes; allocations, "
-        "launches and host waits of one step of PyTorch's CUDA build on a simulated A100, where no kernel runs"
+        f"Llama-3.2-3B, {settings['rows']} rows of {settings['length']:,} tokens in bfloat16; torchtune "
+        f"{settings['torchtune']}'s own recipes; allocations, launches and host waits of one step of PyTorch's CUDA "
+        "build on a simulated A100, where no kernel runs"
     )
 
 

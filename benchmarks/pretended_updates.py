@@ -3,8 +3,9 @@
     make test-pretended-gpu                               # once: installs CUDA wheels and builds the simulated GPU
     .venv-pretended-gpu/bin/python benchmarks/pretended_updates.py
 
-Each optimizer with each of its options updates one parameter of each shape of Llama-3.2-3B, as in backward. PyTorch's CUDA allocator reports the
-peak, and Inductor compiles, but no kernel runs. It takes minutes and little memory. Writes `results/pretended_updates_<hardware>.json`.
+Each optimizer with each of its options updates one parameter of each shape of Llama-3.2-3B, as in backward. PyTorch's
+CUDA allocator reports the peak, and Inductor compiles, but no kernel runs. It takes minutes and little memory. Writes
+`results/pretended_updates_<hardware>.json`.
 """
 
 import json
@@ -112,9 +113,9 @@ def measure() -> None:
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
-        "allocations of PyTorch's CUDA build on a simulated GPU, where no kernel runs: peak workspace of one update over the "
-        "parameter shapes of Llama-3.2-3B in bfloat16 (the largest, the embedding, has 394 million elements), without weights, "
-        "gradients and state"
+        "allocations of PyTorch's CUDA build on a simulated GPU, where no kernel runs: peak workspace of one update "
+        "over the parameter shapes of Llama-3.2-3B in bfloat16 (the largest, the embedding, has 394 million "
+        "elements), without weights, gradients and state"
     )
 
 

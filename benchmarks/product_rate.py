@@ -2,8 +2,8 @@
 
     python benchmarks/product_rate.py
 
-On a CPU, matrix products dominate a training step, and their speed on a shared machine changes from hour to hour. Benchmarks
-record the rate so that results from different hours can be compared.
+On a CPU, matrix products dominate a training step, and their speed on a shared machine changes from hour to hour.
+Benchmarks record the rate so that results from different hours can be compared.
 """
 
 import sys

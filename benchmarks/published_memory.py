@@ -3,9 +3,10 @@
     python benchmarks/published_memory.py
     python benchmarks/published_memory.py --only unsloth
 
-Each figure is the memory that another project says one training run needs on one card. The planner runs our nearest settings: same model,
-method, batch and length, with activation checkpointing. If the project does not state the length, ours is 2,048 tokens. Nothing of the others
-is run here. A project's GB may be 10^9 or 2^30 bytes; the comparison takes 10^9.
+Each figure is the memory that another project says one training run needs on one card. The planner runs our nearest
+settings: same model, method, batch and length, with activation checkpointing. If the project does not state the length,
+ours is 2,048 tokens. Nothing of the others is run here. A project's GB may be 10^9 or 2^30 bytes; the comparison takes
+10^9.
 
 Writes `results/published_memory_<hardware>.json` after each figure. With --only, other figures keep their numbers.
 """
@@ -144,9 +145,11 @@ def planned(figure: Figure) -> dict[str, int]:
 
 def describe(result: dict[str, Any]) -> str:
     return (
-        "memory that other projects publish, next to lean_ft's planned memory for an A100 without compilation; ours has "
-        "checkpointing and 8-bit AdamW, full fine-tuning also steps in backward, and adapters on rows of 16,384 tokens and more, and on gpt-oss, offload "
-        "activations and tile the MLP; mixtures have adapters on attention and embeddings on the host; with driver: reserved by the allocator, plus 0.5 GiB. Nothing is measured here: planned"
+        "memory that other projects publish, next to lean_ft's planned memory for an A100 without compilation; ours "
+        "has checkpointing and 8-bit AdamW, full fine-tuning also steps in backward, and adapters on rows of 16,384 "
+        "tokens and more, and on gpt-oss, offload activations and tile the MLP; mixtures have adapters on attention "
+        "and embeddings on the host; with driver: reserved by the allocator, plus 0.5 GiB. Nothing is measured here: "
+        "planned"
     )
 
 
@@ -185,7 +188,8 @@ def main(
         rows[figure.source, figure.label, figure.theirs] = row
         console.print(f"{figure.label}, {figure.theirs}: {row['needed_bytes'] / GIB:.2f} GiB", markup=False)
         path = write_result(
-            "published_memory", benchmark="published_memory", hardware=hardware, settings={}, rows=[*rows.values()], folder=results_dir
+            "published_memory", benchmark="published_memory", hardware=hardware, settings={}, rows=[*rows.values()],
+            folder=results_dir
         )  # fmt: skip
     print_result(path, describe, COLUMNS, table_cells)
 

@@ -3,13 +3,13 @@
     python benchmarks/published_speed.py
     python benchmarks/published_speed.py --only torchtune
 
-Each figure is a training speed, the time of one operation, or the time of a round of GRPO (sampling, scoring, learning) that another
-project measured on a card. The planner runs our nearest settings: same model, batch, length, checkpointing and adapter. Every second
-speed and operation in sorted order was held back when the shares of `lean_ft/plan/devices.py` were chosen; no round took part. A ratio
-compares two neighboring figures of one source on one card.
+Each figure is a training speed, the time of one operation, or the time of a round of GRPO (sampling, scoring, learning)
+that another project measured on a card. The planner runs our nearest settings: same model, batch, length, checkpointing
+and adapter. Every second speed and operation in sorted order was held back when the shares of `lean_ft/plan/devices.py`
+were chosen; no round took part. A ratio compares two neighboring figures of one source on one card.
 
-Excluded: torchtune's Llama 3.1 8B on one "A6000" (2,579 and 4,699 tokens/s), which is more than an RTX A6000's published rate
-allows; figures in float8; and rows of unknown length.
+Excluded: torchtune's Llama 3.1 8B on one "A6000" (2,579 and 4,699 tokens/s), which is more than an RTX A6000's
+published rate allows; figures in float8; and rows of unknown length.
 
 Writes `results/published_speed_<hardware>.json`. With --only, other figures keep their numbers.
 """
@@ -73,7 +73,8 @@ _BASES = {"qwen_1_8b": "qwen2_5_7b", "qwen_7b": "qwen2_5_7b", "llama2_13b": "lla
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure: tokens/s of each card, milliseconds of an operation, or seconds of a round. settings: ours."""
+    """A published figure: tokens/s of each card, milliseconds of an operation, or seconds of a round. settings:
+    ours."""
 
     label: str
     card: str
@@ -189,8 +190,8 @@ def _titan() -> list[Figure]:
 
 
 def _rounds() -> list[Figure]:
-    """Rounds of 64 prompts with 32 completions each, by vLLM and Megatron, of up to 4,096 tokens with their prompts. All of ours
-    have the published mean length; the prompts' share of it, 128 tokens, is an assumption."""
+    """Rounds of 64 prompts with 32 completions each, by vLLM and Megatron, of up to 4,096 tokens with their prompts.
+    All of ours have the published mean length; the prompts' share of it, 128 tokens, is an assumption."""
     v04, v05 = (NEMO.format(commit) for commit in ("cff17f83b", "108bffdab"))
     found = []
     for label, card, num_gpus, source, length, seconds in (
@@ -348,7 +349,8 @@ def main(
     if not num_planned:
         raise typer.BadParameter("no figure contains this text", param_hint="--only")
     path = write_result(
-        "published_speed", benchmark="published_speed", hardware=hardware, settings=summary(rows), rows=rows, folder=results_dir
+        "published_speed", benchmark="published_speed", hardware=hardware, settings=summary(rows), rows=rows,
+        folder=results_dir
     )  # fmt: skip
     print_result(path, describe, COLUMNS, table_cells)
 
@@ -365,8 +367,8 @@ def describe(result: dict[str, Any]) -> str:
     }
     listed = ", ".join(f"{text}: {errors[name]:.0%}" for name, text in medians.items() if name in errors)
     return (
-        f"predicted by the planner, next to {len(result['rows'])} figures that other projects measured on {len(cards)} kinds of "
-        f"cards; median error {listed}"
+        f"predicted by the planner, next to {len(result['rows'])} figures that other projects measured on {len(cards)} "
+        f"kinds of cards; median error {listed}"
     )
 
 

@@ -214,7 +214,8 @@ def missing_numbers(result: dict[str, Any]) -> list[str]:
 
 
 def peaks(row: dict[str, Any], steady: str = "peak_memory_bytes") -> str:
-    """A row's peak; with the first steps' peak if the run continued until its peak was stable: `2.10 GiB (first steps: 2.05 GiB)`."""
+    """A row's peak; with the first steps' peak if the run continued until its peak was stable: `2.10 GiB (first steps:
+    2.05 GiB)`."""
     first = row.get(f"first_{steady}")
     return gibibytes(row.get(steady)) + ("" if first is None else f" (first steps: {gibibytes(first)})")
 

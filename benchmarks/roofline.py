@@ -3,8 +3,9 @@
     python benchmarks/roofline.py
     python benchmarks/roofline.py --only llama3_2_3b --results-dir /tmp/results
 
-The share is the time of all kernels at the published rates of arithmetic and memory traffic (the roofline of Williams et al. 2009),
-divided by the planned time of the step. The planner's own rates were fitted to published training speeds (docs/speed.md).
+The share is the time of all kernels at the published rates of arithmetic and memory traffic (the roofline of Williams
+et al. 2009), divided by the planned time of the step. The planner's own rates were fitted to published training speeds
+(docs/speed.md).
 
 Writes `results/roofline_<hardware>.json`.
 """
@@ -47,7 +48,8 @@ def main(
         console.print(json.dumps(rows, indent=2), markup=False)
         return
     path = write_result(
-        "roofline", benchmark="roofline", hardware=describe_hardware("cpu"), settings={"card": CARD}, rows=rows, folder=results_dir
+        "roofline", benchmark="roofline", hardware=describe_hardware("cpu"), settings={"card": CARD}, rows=rows,
+        folder=results_dir
     )  # fmt: skip
     print_result(path, describe, COLUMNS, table_cells)
 
@@ -81,9 +83,9 @@ def planned(preset: str) -> dict[str, Any]:
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
-        f"every preset on an {result['settings']['card']}, planned. Share of published rates: time of all kernels at the card's "
-        "published rates, of the step. Products, attention, other: planned time of these kernels, of the step. Host: time that the "
-        "host needs for launches, of the step; at 100% the host limits the step"
+        f"every preset on an {result['settings']['card']}, planned. Share of published rates: time of all kernels at "
+        "the card's published rates, of the step. Products, attention, other: planned time of these kernels, of the "
+        "step. Host: time that the host needs for launches, of the step; at 100% the host limits the step"
     )
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/saving.py --shape qwen2_5_0_5b
 
-One process trains a model with random weights on random tokens (8-bit AdamW in backward, selective checkpointing, bfloat16) and saves as `Run`
-does, with checksums and fsync. It measures plain steps, a synchronous save, and steps during a background save. The cost at one save per 20
-steps is the time of the copy plus the slowdown, divided by 20 plain steps.
+One process trains a model with random weights on random tokens (8-bit AdamW in backward, selective checkpointing,
+bfloat16) and saves as `Run` does, with checksums and fsync. It measures plain steps, a synchronous save, and steps
+during a background save. The cost at one save per 20 steps is the time of the copy plus the slowdown, divided by 20
+plain steps.
 
 Writes `results/saving_<shape>_<hardware>.json`.
 """

@@ -2,9 +2,10 @@
 
     python benchmarks/scripted_turns.py run grpo model.path=FOLDER ...    # `leanft run grpo ...` with the script
 
-A model with random weights writes no calls. Both sides compute all logits and draw from them, and then take the token of the script:
-twice some words and a call of `look_up`, then some words. The turns of all completions have the same lengths, so both sides train on
-the same tokens and no row is padded. The tokenizer is trained on the chat template of Qwen2.5, which TRL's package contains.
+A model with random weights writes no calls. Both sides compute all logits and draw from them, and then take the token
+of the script: twice some words and a call of `look_up`, then some words. The turns of all completions have the same
+lengths, so both sides train on the same tokens and no row is padded. The tokenizer is trained on the chat template of
+Qwen2.5, which TRL's package contains.
 """
 
 import importlib.util

@@ -1,11 +1,12 @@
 """Shapes of published models with random weights, and text to train them on. Nothing is downloaded.
 
-Memory and speed depend on a model's shape, not on its weights, so a `config.json` is enough. The tokenizer is the embedded model's; its ids lie
-within the published vocabularies, and embedding and output layer keep their published size. A row of text has more random words than the
-requested tokens, so that truncation fills every position.
+Memory and speed depend on a model's shape, not on its weights, so a `config.json` is enough. The tokenizer is the
+embedded model's; its ids lie within the published vocabularies, and embedding and output layer keep their published
+size. A row of text has more random words than the requested tokens, so that truncation fills every position.
 
-Source: the config.json of each preset in configs/, with the fields of the model's repository on the Hugging Face Hub that describe the language
-model's layers and the vision tower, and next to it the settings of images. Most token ids and the encoders of sound are left out.
+Source: the config.json of each preset in configs/, with the fields of the model's repository on the Hugging Face Hub
+that describe the language model's layers and the vision tower, and next to it the settings of images. Most token ids
+and the encoders of sound are left out.
 """
 
 import json
@@ -56,7 +57,8 @@ def whole_shape_of(name: str) -> Shape:
 
 
 def num_parameters(name: str, images: bool = False) -> int:
-    """Number of parameters of a shape's language model, and with `images` of its vision tower; a tied embedding counts once."""
+    """Number of parameters of a shape's language model, and with `images` of its vision tower; a tied embedding counts
+    once."""
     import torch
 
     from lean_ft.models import Decoder, decoder_config

@@ -3,11 +3,12 @@
     python benchmarks/shared_prompts.py                   # SmolLM2 135M's shape, 8 completions of 128 tokens to a prompt of 512
     python benchmarks/shared_prompts.py --shape tiny      # small, to see that it runs
 
-Both sides take training steps (the recipe's loss, AdamW) on the same completions, in fresh processes that take turns. Times are
+Both sides take training steps (the recipe's loss, AdamW) on the same completions, in fresh processes that take turns.
+Times are
 processor time of one thread: other processes on the machine change it less than the clock.
 
 Writes `results/shared_prompts_<shape>_<completions>x<prompt>+<completion>_<hardware>.json`.
-"""
+"""  # noqa: E501
 
 import json
 import statistics

@@ -1,7 +1,7 @@
 """Runs of the real recipe that take a fraction of a second, each in a fork of this process.
 
-Importing torch takes seconds, and a run of 16 steps a tenth of a second. torch is therefore imported once, and every run is a fork. The parent
-computes on one thread and never in parallel, so forking is safe.
+Importing torch takes seconds, and a run of 16 steps a tenth of a second. torch is therefore imported once, and every
+run is a fork. The parent computes on one thread and never in parallel, so forking is safe.
 """
 
 import contextlib

@@ -2,9 +2,10 @@
 
     python benchmarks/tokenizers_gsm8k.py --data ../shared/data --rounds 3
 
-Each tokenizer of `DATA/tokenizers` encodes every row of GSM8K (question and answer) with lean_ft, with the reference library (tokenizers,
-sentencepiece, tiktoken) and with transformers, alternating. Times are medians of the rounds. transformers 5 has a slow Python path only for
-SentencePiece; the others use its only path. Ids must be equal and decode to the reference's text.
+Each tokenizer of `DATA/tokenizers` encodes every row of GSM8K (question and answer) with lean_ft, with the reference
+library (tokenizers, sentencepiece, tiktoken) and with transformers, alternating. Times are medians of the rounds.
+transformers 5 has a slow Python path only for SentencePiece; the others use its only path. Ids must be equal and decode
+to the reference's text.
 
 Writes `results/tokenizers_gsm8k_<hardware>.json`.
 """
@@ -26,7 +27,8 @@ TRANSFORMERS_PATHS = {"json": "fast", "sentencepiece": "slow", "tiktoken": "fast
 
 
 def contestants(file: Path) -> tuple[str, Any, Any, Callable[[list[int]], str], Any]:
-    """The kind of a tokenizer file; the encoders of lean_ft, the reference and transformers; the reference's decoder."""
+    """The kind of a tokenizer file; the encoders of lean_ft, the reference and transformers; the reference's
+    decoder."""
     from lean_ft.gguf.splitting import LLAMA3_PATTERN
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.tokenizers.tiktoken_model import is_rank_file

@@ -1,12 +1,13 @@
 """The peer of compare_torchtune.py: one of torchtune's own recipes, in its own process and its own environment.
 
-The recipe and its loop are torchtune's, with the values of its configuration `qwen2_5/0.5B_full_single_device` (or `_lora_`; for DPO
-`llama3_1/8B_lora_dpo_single_device`) and the settings that its comments name to save memory: bf16, a fused AdamW step in backward, activation
-checkpointing, a loss in 8 chunks. `--compile` compiles the layers
+The recipe and its loop are torchtune's, with the values of its configuration `qwen2_5/0.5B_full_single_device` (or
+`_lora_`; for DPO `llama3_1/8B_lora_dpo_single_device`) and the settings that its comments name to save memory: bf16, a
+fused AdamW step in backward, activation checkpointing, a loss in 8 chunks. `--compile` compiles the layers
 and the loss. The components below replace the checkpoint (random weights), the data (rows of token ids) and the logger.
 
-Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step. On a simulated GPU (--device cuda), a
-line has the peaks of PyTorch's allocator, the launches and the host waits of the step instead, and --values change the configuration.
+Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step. On a simulated GPU
+(--device cuda), a line has the peaks of PyTorch's allocator, the launches and the host waits of the step instead, and
+--values change the configuration.
 """
 
 import importlib.util
@@ -132,10 +133,12 @@ def component(name: str | type, **values: Any) -> dict[str, Any]:
 
 
 def configure(
-    model_folder: Path, data: Path, run: Path, batch_size: int, length: int, prompt_tokens: int, lora_rank: int, quantize: bool, compile: bool,
+    model_folder: Path, data: Path, run: Path, batch_size: int, length: int, prompt_tokens: int, lora_rank: int,
+    quantize: bool, compile: bool,
     device: str,
 ) -> Any:  # fmt: skip
-    """torchtune's configuration of a run. With prompt tokens, rows are pairs, and their completions are trained by DPO."""
+    """torchtune's configuration of a run. With prompt tokens, rows are pairs, and their completions are trained by
+    DPO."""
     num_rows = 2 * batch_size if prompt_tokens else batch_size
     num_targets = num_rows * (length - (prompt_tokens or 1))
     chunked = component("torchtune.modules.loss.CEWithChunkedOutputLoss")

@@ -4,15 +4,16 @@
     python benchmarks/trl_curves.py --model FOLDER --steps 100 # your own Hugging Face folder
     python benchmarks/trl_curves.py --only sft,dpo
 
-Both sides train in float32 with TRL's defaults for AdamW, schedule (linear) and clipping (norm 1). Neither side is patched. Rows are GSM8K as
-plain text, in file order. Both `lora` runs start from one adapter, which lean_ft writes and peft reads. For `grpo`, lean_ft samples completions
-and records them with their rewards, and TRL reads both through its `rollout_func`. Each round is used twice, so that ratios differ from 1.
+Both sides train in float32 with TRL's defaults for AdamW, schedule (linear) and clipping (norm 1). Neither side is
+patched. Rows are GSM8K as plain text, in file order. Both `lora` runs start from one adapter, which lean_ft writes and
+peft reads. For `grpo`, lean_ft samples completions and records them with their rewards, and TRL reads both through its
+`rollout_func`. Each round is used twice, so that ratios differ from 1.
 
-Rounding makes two correct float32 implementations diverge, and AdamW amplifies this. As a yardstick, TRL runs a second time with eager
-attention instead of scaled-dot-product attention.
+Rounding makes two correct float32 implementations diverge, and AdamW amplifies this. As a yardstick, TRL runs a second
+time with eager attention instead of scaled-dot-product attention.
 
-Writes `results/trl_curves_<hardware>.json` and the chart of docs/correctness.md. Exits with 1 if the difference between lean_ft and TRL is more than
-10 times the difference between TRL's two runs and more than 1e-5 of the loss.
+Writes `results/trl_curves_<hardware>.json` and the chart of docs/correctness.md. Exits with 1 if the difference between
+lean_ft and TRL is more than 10 times the difference between TRL's two runs and more than 1e-5 of the loss.
 """
 
 import gc
@@ -320,8 +321,8 @@ def describe(result: dict[str, Any]) -> str:
     settings = result["settings"]
     return (
         f"{settings['steps']} steps of a model of {settings['parameters']:,} parameters in float32, TRL "
-        f"{result['versions']['trl']}: the largest difference of a step's loss, relative to the mean loss, and the distance "
-        "between the final weights, relative to how far training moved them"
+        f"{result['versions']['trl']}: the largest difference of a step's loss, relative to the mean loss, and the "
+        "distance between the final weights, relative to how far training moved them"
     )
 
 

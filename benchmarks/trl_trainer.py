@@ -1,27 +1,32 @@
 """The peer of compare_trl.py: one of TRL's trainers, with its defaults or configured with care, in its own process.
 
-Set are the length, the batch, the number of steps, no reporting or saving, and logging at every step. All else is TRL's default. In version 1.16
-these are float32 weights, bfloat16 autocast, gradient checkpointing, PyTorch's fused AdamW, scaled-dot-product attention and no packing. The
-resolved configuration is written to a file and becomes part of the result. Weights are random, in float32, as TRL loads a model from a path.
+Set are the length, the batch, the number of steps, no reporting or saving, and logging at every step. All else is TRL's
+default. In version 1.16 these are float32 weights, bfloat16 autocast, gradient checkpointing, PyTorch's fused AdamW,
+scaled-dot-product attention and no packing. The resolved configuration is written to a file and becomes part of the
+result. Weights are random, in float32, as TRL loads a model from a path.
 
 `--careful` sets what else saves memory or time on a CPU:
 - all objectives: bfloat16 weights (`model_init_kwargs={"dtype": "bfloat16"}`) and bitsandbytes' 8-bit AdamW;
-- sft: compiled layers, packing, and checkpointing that keeps attention (`gradient_checkpointing_kwargs={"selective": True}`). Packing is
-  `wrapped`, because `bfd` joins the whole batch to one row, whose attention without FlashAttention costs a multiple;
-- distill: checkpointing that keeps attention, and micro-batches of one row, because GKDTrainer computes all logits of a micro-batch.
+- sft: compiled layers, packing, and checkpointing that keeps attention (`gradient_checkpointing_kwargs={"selective":
+  True}`). Packing is `wrapped`, because `bfd` joins the whole batch to one row, whose attention without FlashAttention
+  costs a multiple;
+- distill: checkpointing that keeps attention, and micro-batches of one row, because GKDTrainer computes all logits of a
+  micro-batch.
 
-TRL 1.16 computes the loss of sft, dpo and grpo in chunks by default. DPOTrainer's `padding_free` is disabled in this version. Liger's and the
-Hub's kernels need a GPU.
+TRL 1.16 computes the loss of sft, dpo and grpo in chunks by default. DPOTrainer's `padding_free` is disabled in this
+version. Liger's and the Hub's kernels need a GPU.
 
 - `sft`: SFTTrainer; with `--lora-rank` a LoRA adapter of peft on all linear layers, with peft's other defaults.
 - `distill`: GKDTrainer with a teacher of the same shape, and no on-policy steps.
-- `dpo`: DPOTrainer, without dropout. `--reference resident` passes a copy of the model, as the trainer loads for a model with a name.
-  `cached` is `precompute_ref_log_probs`. With an adapter, the reference is the model without it.
-- `grpo`: GRPOTrainer, with completions of one length, sampled with transformers' generate in the training process. The time of sampling and
-  rewards is recorded.
-- `tools`: the same with a tool that each completion calls twice. A script replaces the sampled tokens (`scripted_turns.py`).
+- `dpo`: DPOTrainer, without dropout. `--reference resident` passes a copy of the model, as the trainer loads for a
+  model with a name. `cached` is `precompute_ref_log_probs`. With an adapter, the reference is the model without it.
+- `grpo`: GRPOTrainer, with completions of one length, sampled with transformers' generate in the training process. The
+  time of sampling and rewards is recorded.
+- `tools`: the same with a tool that each completion calls twice. A script replaces the sampled tokens
+  (`scripted_turns.py`).
 
-Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step, so that collating counts.
+Writes metrics.jsonl as lean_ft does: one line per step, timed from the end of the previous step, so that collating
+counts.
 """
 
 import copy

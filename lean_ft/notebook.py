@@ -30,14 +30,15 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
     """Run a recipe, by name or path, with a preset and settings.
 
     Returns the run directory of a training recipe (Path). `evaluate` returns its results (dict, as in evaluation.json),
-    `quantize` the new folder (Path) and `generate` the texts (list[str]). `chat` returns None, and your own recipe what its
-    `main` returns.
+    `quantize` the new folder (Path) and `generate` the texts (list[str]). `chat` returns None, and your own recipe what
+    its `main` returns.
 
     A group of settings is a dict or its pydantic model: `run("finetune", model={"path": "tiny"}, ...)`. Dotted keys
     work too (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source`
     may be rows in memory: a list of dicts, a generator, a datasets.Dataset or a pandas.DataFrame. A dict with `path` is
     a source, not a row. A setting of the form FILE.py:FUNCTION may be the function itself, an object with `__call__`,
-    or its class; `environment` may be a class or a function that makes environments. In a notebook, a bar and a curve show the progress.
+    or its class; `environment` may be a class or a function that makes environments. In a notebook, a bar and a curve
+    show the progress.
 
     Raises ValueError for an invalid setting, and the errors of the recipe. A run stopped by a signal saves its state
     and raises SystemExit.
@@ -59,8 +60,9 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
 def evaluate(source: str | Path, /, **settings: Any) -> dict[str, Any]:
     """Evaluate a run, a checkpoint or another model with the settings of `leanft run evaluate`: `data`, `tasks`, ...
 
-    Returns `{"answers": {"exact_match", "num_right", "num_questions"}, "tasks": {task: {metric: value}}}`, each if asked for;
-    exact_match is a share from 0 to 1. Raises ValueError for an invalid setting, and if there is nothing to evaluate.
+    Returns `{"answers": {"exact_match", "num_right", "num_questions"}, "tasks": {task: {metric: value}}}`, each if
+    asked for; exact_match is a share from 0 to 1. Raises ValueError for an invalid setting, and if there is nothing to
+    evaluate.
     """
     return run("evaluate", **{"model.path": source, **settings})
 
@@ -157,7 +159,8 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or array of numpy or torch as Python's, a function as the text that stands for it, others as text."""
+    """Return a number or array of numpy or torch as Python's, a function as the text that stands for it, others as
+    text."""
     return value.tolist() if hasattr(value, "tolist") else str(as_setting(value))
 
 

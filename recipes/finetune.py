@@ -5,7 +5,8 @@ leanft run finetune --config tiny/lora             # LoRA, DoRA, QLoRA: settings
 leanft run --nproc-per-node 2 finetune --config tiny/full gradient_accumulation_steps=2    # FSDP, DDP: `parallel.*`
 leanft cp  finetune mine.py                        # edit the loop, then: leanft run mine.py --config tiny/lora
 
-This is full_finetune_single_device with adapters and ranks. An adapter's checkpoint holds only the adapter, in PEFT's format.
+This is full_finetune_single_device with adapters and ranks. An adapter's checkpoint holds only the adapter, in PEFT's
+format.
 """
 
 from lean_ft.data import prepare_batches

@@ -7,8 +7,8 @@ leanft run grpo --config tiny/grpo rewards='[my_rewards.py:right]'            # 
 leanft run --nproc-per-node 2 grpo --config tiny/grpo gradient_accumulation_steps=2    # and `parallel.*`
 leanft cp  grpo mine.py                             # edit the loop, then: leanft run mine.py --config tiny/grpo
 
-Each round, the model samples several completions per prompt, rewards score them, and training makes high-scoring completions
-more likely. One round may serve several optimizer steps.
+Each round, the model samples several completions per prompt, rewards score them, and training makes high-scoring
+completions more likely. One round may serve several optimizer steps.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Online DPO: sample completions, rank them by rewards, and train with dpo on the best and the worst.
 
 leanft run online_dpo --config tiny/online_dpo
-leanft run online_dpo --config tiny/online_dpo loss.name=ipo output_dir=runs/online_ipo   # docs/preferences.md has the losses
+leanft run online_dpo --config tiny/online_dpo loss.name=ipo output_dir=runs/online_ipo   # losses: docs/preferences.md
 leanft run online_dpo --config tiny/online_dpo rewards='[runs/reward]'     # a reward model judges
 leanft cp  online_dpo mine.py                      # edit the loop, then: leanft run mine.py --config tiny/online_dpo
 

@@ -1,13 +1,13 @@
 """PPO: train on sampled completions scored by rewards, with a value model as the baseline.
 
 leanft run ppo --config tiny/ppo
-leanft run ppo --config tiny/ppo lora.rank=8 output_dir=runs/ppo_lora      # policy, value model and reference share one base
+leanft run ppo --config tiny/ppo lora.rank=8 output_dir=runs/ppo_lora      # policy, values and reference share one base
 leanft run ppo --config tiny/ppo rewards='[runs/reward]'                   # a model trained by `leanft run reward`
 leanft run --nproc-per-node 2 ppo --config tiny/ppo gradient_accumulation_steps=2      # and `parallel.*`
 leanft cp  ppo mine.py                              # edit the loop, then: leanft run mine.py --config tiny/ppo
 
-This is grpo with a value model, which predicts the reward before each token. Advantages are per token, so one completion per
-prompt is enough. Policy and value model train on each round several times.
+This is grpo with a value model, which predicts the reward before each token. Advantages are per token, so one
+completion per prompt is enough. Policy and value model train on each round several times.
 """
 
 import torch

@@ -3,7 +3,8 @@
 leanft quantize runs/tiny kind=int8 output=tiny-int8 data.source=tiny/validation.jsonl
 leanft quantize runs/tiny_qat kind=int8_dynamic_int4_weight output=tiny-8da4w data.source=tiny/validation.jsonl
 
-An adapter, or a run that trained an adapter, is merged first. For quantization-aware training, set quantize.train in `finetune`.
+An adapter, or a run that trained an adapter, is merged first. For quantization-aware training, set quantize.train in
+`finetune`.
 """
 
 import gc

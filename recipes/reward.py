@@ -4,7 +4,8 @@ leanft run reward --config tiny/reward
 leanft score runs/tiny_reward rows.jsonl scored.jsonl
 leanft cp  reward mine.py                          # edit the loop, then: leanft run mine.py --config tiny/reward
 
-This is dpo with another output layer and no reference. transformers opens the result as AutoModelForSequenceClassification.
+This is dpo with another output layer and no reference. transformers opens the result as
+AutoModelForSequenceClassification.
 """
 
 from collections.abc import Iterable

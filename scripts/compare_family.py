@@ -92,7 +92,8 @@ def small(name: str, value: int) -> int:
 
 
 def small_settings(own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of three checkpoints: plain; flags, numbers and heads changed; seven layers in the default order of their kinds."""
+    """Of three checkpoints: plain; flags, numbers and heads changed; seven layers in the default order of their
+    kinds."""
     counts = {
         name: value
         for name, value in own.items()
@@ -110,8 +111,8 @@ def small_settings(own: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def fitting(model_type: str, own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with values that suit their sizes in fields that configurations compare with sizes: lists with an entry per
-    layer, and numbers and widths of heads. `own` has the defaults."""
+    """The settings, with values that suit their sizes in fields that configurations compare with sizes: lists with an
+    entry per layer, and numbers and widths of heads. `own` has the defaults."""
     names = transformers.CONFIG_MAPPING[model_type].attribute_map
     settings = {name: v for name, v in settings.items() if name not in {names.get(size) for size in SIZES}}
     sizes = {**SIZES, **settings}
@@ -151,7 +152,8 @@ def checkpoint(model_type: str, settings: dict[str, Any]) -> Checkpoint:
 
 @torch.no_grad()
 def steps_of(model: nn.Module, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The logits after the outputs of each layer, its attention and its feed-forward layer, in the order of the computation.
+    """The logits after the outputs of each layer, its attention and its feed-forward layer, in the order of the
+    computation.
 
     An output that `given` has replaces the model's own in all that follows.
     """
@@ -272,7 +274,8 @@ def pattern(name: str, layers: str = "model.layers") -> str:
 
 
 class Names(NamedTuple):
-    """A row's `on_disk` for a folder, the tensors on either side without a match, and the number matched by likeness alone."""
+    """A row's `on_disk` for a folder, the tensors on either side without a match, and the number matched by likeness
+    alone."""
 
     on_disk: dict[str, tuple[str, ...]]
     ours: list[str]

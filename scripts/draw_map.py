@@ -3,13 +3,15 @@
     python scripts/draw_map.py            # rewrite the map
     python scripts/draw_map.py --check    # exit 1 if the map is stale, or the imports are not as they should be
 
-A row names the packages that a package imports. Imports that follow from others are left out, as are `system`, `settings`
-and `torch_private`, which almost every package imports. Two packages have two rows, because their modules belong to different
+A row names the packages that a package imports. Imports that follow from others are left out, as are `system`,
+`settings` and `torch_private`, which almost every package imports. Two packages have two rows, because their modules
+belong to different
 layers: `hub.upload` imports `export`, and `gguf.write` stands for the modules of `gguf` that import `models`.
 
-It also prints the number of circles of modules that import each other, the largest circle, and the number of upward arrows: a
-package that imports one of a row above. A circle has at most 3 modules. No module of lean_ft is imported by a string, because
-no rule of import-linter sees such an import, except by tables of lazy exports and for packages of others.
+It also prints the number of circles of modules that import each other, the largest circle, and the number of upward
+arrows: a package that imports one of a row above. A circle has at most 3 modules. No module of lean_ft is imported by a
+string, because no rule of import-linter sees such an import, except by tables of lazy exports and for packages of
+others.
 """
 
 import ast
@@ -85,7 +87,8 @@ def reachable(package: str, edges: dict[str, set[str]], seen: set[str]) -> set[s
 
 
 def _implied(package: str, other: str, edges: dict[str, set[str]]) -> bool:
-    """Whether another import of `package` leads to `other`. Of two packages that import each other, the first by name counts."""
+    """Whether another import of `package` leads to `other`. Of two packages that import each other, the first by name
+    counts."""
     return any(
         other in reachable(nearer, edges, {package})
         and (nearer not in reachable(other, edges, {package}) or nearer < other)

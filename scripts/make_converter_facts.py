@@ -2,7 +2,8 @@
 
     LLAMA_CPP=path/to/llama.cpp python scripts/make_converter_facts.py
 
-Prints each case with the differences of an export, and exits with 1 if the converter failed or a difference has no reason.
+Prints each case with the differences of an export, and exits with 1 if the converter failed or a difference has no
+reason.
 """
 
 import json

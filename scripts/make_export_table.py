@@ -2,7 +2,8 @@
 
     python scripts/make_export_table.py
 
-A cell says `passes` if every case of the family passed the column's test, and `fails` otherwise; the script then exits with 1.
+A cell says `passes` if every case of the family passed the column's test, and `fails` otherwise; the script then exits
+with 1.
 """
 
 import sys

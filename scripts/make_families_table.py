@@ -2,8 +2,9 @@
 
     python scripts/make_families_table.py [FAMILY ...]
 
-Runs `tests/models/test_parity.py` and the adapter tests in `tests/peft` for the named families, or for all. Rows of other families do not change. A
-cell says `passes` if every case of the family passed every test of the column, and `fails` otherwise; the script then exits with 1.
+Runs `tests/models/test_parity.py` and the adapter tests in `tests/peft` for the named families, or for all. Rows of
+other families do not change. A cell says `passes` if every case of the family passed every test of the column, and
+`fails` otherwise; the script then exits with 1.
 """
 
 import re

@@ -1,9 +1,10 @@
-"""Compare models with images with transformers', and write the table of docs/images.md, or print it if there is no such page.
+"""Compare models with images with transformers', and write the table of docs/images.md, or print it if there is no such
+page.
 
     python scripts/make_images_table.py
 
-All models are small and random, in float32; their documents have 0 to 2 images, in padded and in packed rows. Exits with 1 if a
-number is larger than the tests allow.
+All models are small and random, in float32; their documents have 0 to 2 images, in padded and in packed rows. Exits
+with 1 if a number is larger than the tests allow.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
     python scripts/make_models_page.py
 
-Reads transformers' default config of each type by lean_ft's tables of families. It takes seconds, and builds no model: that
-the numbers equal transformers' is what `tests/models` checks for every family.
+Reads transformers' default config of each type by lean_ft's tables of families. It takes seconds, and builds no model:
+that the numbers equal transformers' is what `tests/models` checks for every family.
 """
 
 import inspect
@@ -38,7 +38,7 @@ families and how each is compared with transformers.
 For each type, the page shows the published model that transformers' documentation names. Other models of the type are read too, unless a
 field of their `config.json` asks for a computation that lean_ft lacks. The error then names the field.
 [Add a model family](new_family.md) shows how to read another type.
-"""
+"""  # noqa: E501
 
 
 def published(model_type: str) -> str:

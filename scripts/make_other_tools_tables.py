@@ -3,7 +3,8 @@
     python scripts/make_other_tools_tables.py           # write
     python scripts/make_other_tools_tables.py --check   # exit with 1 if a page is not current
 
-The settings and their equivalents are in lean_ft/assets/other_tools.yaml. A table stands between two comments that name it.
+The settings and their equivalents are in lean_ft/assets/other_tools.yaml. A table stands between two comments that name
+it.
 """
 
 import re

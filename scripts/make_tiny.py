@@ -3,8 +3,8 @@
     python scripts/make_tiny.py                 # all of it
     python scripts/make_tiny.py --only data     # only the rows; or `tokenizer`, `model`
 
-All text comes from tiny_world.py. The seed determines the tokenizer and the rows to the byte. It determines the weights only for one machine and
-number of threads, because matrix products round differently elsewhere.
+All text comes from tiny_world.py. The seed determines the tokenizer and the rows to the byte. It determines the weights
+only for one machine and number of threads, because matrix products round differently elsewhere.
 """
 
 import argparse

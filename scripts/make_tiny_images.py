@@ -1,11 +1,12 @@
-"""Make everything in lean_ft/assets/tiny-images: pictures of dots with questions, tokenizer and a small model that cannot see yet.
+"""Make everything in lean_ft/assets/tiny-images: pictures of dots with questions, tokenizer and a small model that
+cannot see yet.
 
     python scripts/make_tiny_images.py                 # all of it
     python scripts/make_tiny_images.py --only data     # only the rows; or `tokenizer`, `model`
 
-The model has the layers of Qwen3-VL. It is trained here to answer by guessing: each picture has the answers of another picture.
-So it knows the form of an answer, and its accuracy on held-out pictures is that of chance. The seed determines the tokenizer and
-the rows to the byte. It determines the weights only for one machine and number of threads.
+The model has the layers of Qwen3-VL. It is trained here to answer by guessing: each picture has the answers of another
+picture. So it knows the form of an answer, and its accuracy on held-out pictures is that of chance. The seed determines
+the tokenizer and the rows to the byte. It determines the weights only for one machine and number of threads.
 """
 
 import base64
@@ -30,7 +31,8 @@ NUM_PICTURES = {"train": 2400, "validation": 200}  # with two questions each
 FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny-images"
 
 COLORS = {
-    "red": (220, 40, 40), "green": (40, 200, 40), "blue": (40, 60, 220), "yellow": (230, 220, 50), "purple": (200, 60, 200),
+    "red": (220, 40, 40), "green": (40, 200, 40), "blue": (40, 60, 220), "yellow": (230, 220, 50),
+    "purple": (200, 60, 200),
     "cyan": (60, 210, 210),
 }  # fmt: skip
 COUNTS = ("one", "two", "three", "four")
@@ -111,7 +113,8 @@ PROCESSOR = {
 
 
 def picture(random: Random, color: str, cells: tuple[int, ...]) -> bytes:
-    """A PNG file with a round dot in each of these cells of a 4 x 4 grid, in shades of one color on a dark background."""
+    """A PNG file with a round dot in each of these cells of a 4 x 4 grid, in shades of one color on a dark
+    background."""
     image = Image.new("P", (SIDE, SIDE), 0)
     shades = [(random.randrange(50),) * 3]
     draw = ImageDraw.Draw(image)

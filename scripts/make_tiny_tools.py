@@ -1,12 +1,14 @@
-"""Make everything in lean_ft/assets/tiny-tools: questions on numbers, tokenizer and a small model that seldom calls its calculator.
+"""Make everything in lean_ft/assets/tiny-tools: questions on numbers, tokenizer and a small model that seldom calls its
+calculator.
 
     python scripts/make_tiny_tools.py                 # all of it
     python scripts/make_tiny_tools.py --only data     # only the rows; or `tokenizer`, `model`
 
-The chat template writes tools, calls and results in the form of Hermes. The model is trained here on chats. Some answers call the calculator
-and repeat its result, and the others are the right number at once. The model is too small to compute these numbers, so only its calls
-lead to right answers. In the last quarter of the chats calls are rare, so the model can call, but seldom does. The seed determines the tokenizer and the rows to the byte. It determines the weights only for one machine and
-number of threads.
+The chat template writes tools, calls and results in the form of Hermes. The model is trained here on chats. Some
+answers call the calculator and repeat its result, and the others are the right number at once. The model is too small
+to compute these numbers, so only its calls lead to right answers. In the last quarter of the chats calls are rare, so
+the model can call, but seldom does. The seed determines the tokenizer and the rows to the byte. It determines the
+weights only for one machine and number of threads.
 """
 
 import json
@@ -36,15 +38,13 @@ FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny-tools"
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [PAD, START, END]
 CHAT_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>system\n<tools>' }}{% for tool in tools %}{{ '\n' ~ tool | tojson }}{% endfor %}"
-    "{{ '\n</tools><|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' }}"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content or '' }}"
-    "{% for call in message.tool_calls or [] %}"
-    "{{ '<tool_call>\n{\"name\": ' ~ call.function.name | tojson ~ ', \"arguments\": ' ~ call.function.arguments | tojson"
-    " ~ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content ~ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\n<tools>' }}{% for tool in tools %}{{ '\n' ~ tool | tojson }}{% endfor %}{{ "
+    "'\n</tools><|im_end|>\n' }}{% endif %}{% for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' }}{% "
+    "if message.role == 'assistant' %}{% generation %}{{ message.content or '' }}{% for call in message.tool_calls or "
+    "[] %}{{ '<tool_call>\n{\"name\": ' ~ call.function.name | tojson ~ ', \"arguments\": ' ~ call.function.arguments "
+    "| tojson ~ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ message.content ~ "
+    "'<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% "
+    "endif %}"
 )
 MODEL = TINY | {
     "vocab_size": 448,

@@ -3,8 +3,9 @@
     python scripts/mentions.py images            the files, with the number of lines in each
     python scripts/mentions.py images --lines    the lines too
 
-A capability's own rooms are free. Each file outside them that names it must be read and changed with it, so a new capability may
-touch at most 12 (CONTRIBUTING.md). With a WORD that is not in the table below, every file of the package counts.
+A capability's own rooms are free. Each file outside them that names it must be read and changed with it, so a new
+capability may touch at most 12 (CONTRIBUTING.md). With a WORD that is not in the table below, every file of the package
+counts.
 """
 
 import argparse

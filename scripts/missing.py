@@ -1,8 +1,10 @@
-"""Print where the name of something new is still missing: tables of tests, docs, presets, examples and other tools' names.
+"""Print where the name of something new is still missing: tables of tests, docs, presets, examples and other tools'
+names.
 
     python scripts/missing.py KIND NAME      KIND: objective, loss, format, setting, family or technique
 
-One line for each file, with what to add; nothing and exit status 0 if the name is everywhere. A line with `if` may not apply.
+One line for each file, with what to add; nothing and exit status 0 if the name is everywhere. A line with `if` may not
+apply.
 """
 
 import re
@@ -33,7 +35,8 @@ PLACES = {
         Place("docs/hyperparameters.md", ROW, "add a row of learning rates and batch sizes"),
         Place("docs/choosing.md", "`NAME`", "say when to choose the recipe"),
         Place("docs/many_devices.md", "`NAME`", "say whether it runs on several devices"),
-        Place("lean_ft/assets/examples.yaml", r"^  recipes: \[.*\bNAME\b", "name the recipe beside a row that it reads"),
+        Place("lean_ft/assets/examples.yaml", r"^  recipes: \[.*\bNAME\b",
+            "name the recipe beside a row that it reads"),
         Place("lean_ft/assets/other_tools.yaml", r"recipe=NAME\b", "name the recipe, if other tools have it"),
         Place("tests/recipes/test_NAME.py", "^def test_", "write its tests"),
         Place("tests/recipes/cases.py", KEY, "add the settings of a short run", table="SETTINGS"),
@@ -51,7 +54,8 @@ PLACES = {
     ],
     "format": [
         Place("lean_ft/data/*.py", r'"NAME": \w*Fields\(', "add an entry to FORMATS, or to the objective's file"),
-        Place("lean_ft/data/formats.py", r"^\| NAME +\||`lean_ft.data.NAME`", "add a line to the docstring's table, if FORMATS has it"),
+        Place("lean_ft/data/formats.py", r"^\| NAME +\||`lean_ft.data.NAME`",
+            "add a line to the docstring's table, if FORMATS has it"),
         Place("lean_ft/settings/data.py", r'^ +"NAME",', "add the name", table="FormatName"),
         Place("lean_ft/assets/examples.yaml", "^NAME:", "add rows for `leanft data example`"),
         Place("docs/data.md", ROW, "add a row to the table of formats"),
@@ -62,7 +66,8 @@ PLACES = {
         Place("lean_ft/models/families/*.py", r'"NAME"', "add a row"),
         Place("tests/models/family_cases.py", r'\("NAME", ', "add a case"),
         Place("docs/families.md", r"^\| .*`NAME`.*passes", "run scripts/make_families_table.py NAME"),
-        Place("docs/families.md", r"^\| [^|]*`NAME`[^|]*\| (?![-\d, ]+\|)", "describe the architecture in the second table"),
+        Place("docs/families.md", r"^\| [^|]*`NAME`[^|]*\| (?![-\d, ]+\|)",
+            "describe the architecture in the second table"),
         Place("docs/models.md", "`NAME`", "run scripts/make_models_page.py"),
         Place("lean_ft/gguf/*.py", '"NAME"', "add a row, if llama.cpp reads the family"),
         Place("docs/export.md", ROW, "run scripts/make_export_table.py, if llama.cpp reads the family"),

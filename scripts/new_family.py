@@ -3,16 +3,17 @@
     python scripts/new_family.py MODEL_TYPE [--write] [--again]
 
 1. Build small random checkpoints with transformers.
-2. Compare each row of lean_ft with them: first the names and shapes of tensors, then the outputs of each layer, its attention and
-   its feed-forward layer. Each of these gets transformers' input, so a wrong fact shows only where it acts.
-3. From the nearest row, change one fact or two at a time while the distance falls. The values of a fact are those in any row,
-   and readers of this configuration's own fields.
-4. Change each field of the configuration once. If the row neither gives equal logits nor refuses the field, go on with that
-   checkpoint too.
+2. Compare each row of lean_ft with them: first the names and shapes of tensors, then the outputs of each layer, its
+   attention and its feed-forward layer. Each of these gets transformers' input, so a wrong fact shows only where it
+   acts.
+3. From the nearest row, change one fact or two at a time while the distance falls. The values of a fact are those in
+   any row, and readers of this configuration's own fields.
+4. Change each field of the configuration once. If the row neither gives equal logits nor refuses the field, go on with
+   that checkpoint too.
 5. Print the row, its test cases and its line of docs/families.md. `--write` inserts them and runs the family's tests.
 
-If no row suffices, print the nearest row and what differs, and exit with 1. `--again` leaves out the row of a type that lean_ft
-reads and searches for it. docs/new_family.md walks through an example.
+If no row suffices, print the nearest row and what differs, and exit with 1. `--again` leaves out the row of a type that
+lean_ft reads and searches for it. docs/new_family.md walks through an example.
 """
 
 import argparse
@@ -406,7 +407,8 @@ def main(arguments: list[str] | None = None) -> int:
     search = Search(given.model_type)
     if len(search.checkpoints) < 3:
         sys.exit(
-            f"{given.model_type}: transformers does not compute the small checkpoints that the search compares: {search.refused[:300]}"
+            f"{given.model_type}: transformers does not compute the small checkpoints that the search compares: "
+            f"{search.refused[:300]}"
         )
     search.say(f"{len(search.checkpoints)} checkpoints, {len(FAMILIES)} rows, {len(search.options)} values of facts")
     nearest, row, order = found_row(search)
@@ -427,7 +429,8 @@ def main(arguments: list[str] | None = None) -> int:
     print("", source, *cases, line, sep="\n\n")
     if order:
         print(
-            f"\nOne function is missing: has_window(fields, layer), for a config.json without layer_types. No row has\n{order}"
+            "\nOne function is missing: has_window(fields, layer), for a config.json without layer_types. No row "
+            f"has\n{order}"
         )
         return 1
     if given.write:

@@ -1,7 +1,7 @@
 """A hook of mkdocs (mkdocs.yml): every notebook in docs/notebooks becomes a page of the site, with its saved outputs.
 
-Cells become Markdown, so that pages have the site's fonts and colors and load nothing from other servers. Pictures of badges, which
-other servers hold, become plain links.
+Cells become Markdown, so that pages have the site's fonts and colors and load nothing from other servers. Pictures of
+badges, which other servers hold, become plain links.
 """
 
 import base64

@@ -4,9 +4,10 @@
     python scripts/plant_faults.py rope-dynamic kl-sign     # some of them
     python scripts/plant_faults.py --jobs 2                 # two at once
 
-Each fault is a defect that lean_ft once had, or one of the same kind. It is planted in a temporary copy of the checkout, with changes
-that are not committed. Its tests run with the default set first, and with the long tests if the default ones pass. The exit status is
-1 if a fault is not caught, or if more than 4 faults are caught by long tests only.
+Each fault is a defect that lean_ft once had, or one of the same kind. It is planted in a temporary copy of the
+checkout, with changes that are not committed. Its tests run with the default set first, and with the long tests if the
+default ones pass. The exit status is 1 if a fault is not caught, or if more than 4 faults are caught by long tests
+only.
 """
 
 import argparse

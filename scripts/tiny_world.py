@@ -1,8 +1,8 @@
 """The synthetic text of the embedded model: facts about invented countries, and exercises on numbers and words.
 
-Facts have to be remembered, exercises computed. Each kind is a function that samples an `Item`: the same knowledge as plain statements, for
-pretraining, and as questions with an answer, for fine-tuning. Statements never contain the words of questions and are never questions, so the
-base model knows the answers but does not answer questions.
+Facts have to be remembered, exercises computed. Each kind is a function that samples an `Item`: the same knowledge as
+plain statements, for pretraining, and as questions with an answer, for fine-tuning. Statements never contain the words
+of questions and are never questions, so the base model knows the answers but does not answer questions.
 
 A hash of the question decides whether an item is held out, so that its question is for validation only:
 

@@ -2,9 +2,9 @@
 
     python scripts/train_small.py gsm8k_train.jsonl gsm8k_validation.jsonl models/trained
 
-Random weights hide sharp attention and large activations. Rows need the fields `question` and `answer`, as in GSM8K. The result is a Hugging
-Face folder of a Llama with 5.2 million parameters and tied embeddings. Like SmolLM2's, its byte-level BPE vocabulary contains only
-bytes of the training text, so an emoji or a Chinese character has no ids.
+Random weights hide sharp attention and large activations. Rows need the fields `question` and `answer`, as in GSM8K.
+The result is a Hugging Face folder of a Llama with 5.2 million parameters and tied embeddings. Like SmolLM2's, its
+byte-level BPE vocabulary contains only bytes of the training text, so an emoji or a Chinese character has no ids.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 VOCAB_SIZE = 3072
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

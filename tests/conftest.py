@@ -14,8 +14,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# Tests start hundreds of processes. Without bytecode, each would compile lean_ft again, and pytest would rewrite every test
-# file. It stays beside the sources: with
+# Tests start hundreds of processes. Without bytecode, each would compile lean_ft again, and pytest would rewrite every
+# test file. It stays beside the sources: with
 # PYTHONPYCACHEPREFIX, Python would ignore the bytecode of installed packages too, and compile torch again.
 if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
@@ -75,7 +75,8 @@ def _imports_are_exempt() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A new current directory for every test, so that tests depend neither on pytest's directory nor on earlier runs."""
+    """A new current directory for every test, so that tests depend neither on pytest's directory nor on earlier
+    runs."""
     before, folder = Path.cwd(), tmp_path_factory.mktemp("empty")
     os.chdir(folder)
     yield folder

@@ -1,7 +1,8 @@
-"""The gate: short runs and plans whose numbers are committed in tests/assets/gate, to prove that a change of structure moves none.
+"""The gate: short runs and plans whose numbers are committed in tests/assets/gate, to prove that a change of structure
+moves none.
 
-`tests/test_gate.py` compares them and `scripts/write_gate.py` writes them. A run has the losses and norms of 20 steps in float32 on one thread,
-and a hash of the whole numbers in its batches: ids, labels, positions, pixels.
+`tests/test_gate.py` compares them and `scripts/write_gate.py` writes them. A run has the losses and norms of 20 steps
+in float32 on one thread, and a hash of the whole numbers in its batches: ids, labels, positions, pixels.
 """
 
 import hashlib
@@ -64,9 +65,10 @@ CURVES = (*FIRST, *(name for name in (*RECIPES, *FAMILIES) if name not in FIRST)
 ONE_BLOCK = 128  # bytes
 FIRST_PLANS = ("tiny/full",)
 PLANS = sorted(catalog.presets(), key=lambda name: (name not in FIRST_PLANS, not name.startswith("tiny/"), name))
-# CPUs with other vector units add in another order, and each update passes the difference on. Between AVX2 and AVX-512 with AMX (and SSE,
-# for seven runs), losses differ by at most 34 roundings of float32 (2 ** -24) in 20 steps, and norms by at most 2409. Eight times as much
-# is allowed. Muon brings small parts of a gradient to the size of large ones, and their rounding too: its losses differ by 946 roundings.
+# CPUs with other vector units add in another order, and each update passes the difference on. Between AVX2 and AVX-512
+# with AMX (and SSE, for seven runs), losses differ by at most 34 roundings of float32 (2 ** -24) in 20 steps, and norms
+# by at most 2409. Eight times as much is allowed. Muon brings small parts of a gradient to the size of large ones, and
+# their rounding too: its losses differ by 946 roundings.
 ROUNDING = 2.0**-24
 TOLERANCES = {"loss": 300 * ROUNDING, "grad_norm": 20_000 * ROUNDING}
 OF_MUON = 25
@@ -115,7 +117,8 @@ def moved_of_run(name: str, before: dict[str, Any], now: dict[str, Any]) -> list
 
 
 def write_family(case: str, folder: Path) -> Path:
-    """A folder with the config.json of a tiny model and the embedded model's tokenizer. Large random weights show each part."""
+    """A folder with the config.json of a tiny model and the embedded model's tokenizer. Large random weights show each
+    part."""
     tiny = resolve_model_path("tiny")
     model_type, settings = CASES[case]
     vocab_size = json.loads((tiny / "config.json").read_text())["vocab_size"]
@@ -160,7 +163,8 @@ def hash_of(tensor: torch.Tensor) -> bytes:
 
 
 def moved_of_plan(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What moved. The first plan of an 8-bit optimizer in a process counts one block of 128 bytes more than later ones."""
+    """What moved. The first plan of an 8-bit optimizer in a process counts one block of 128 bytes more than later
+    ones."""
 
     def is_equal(one: Any, other: Any) -> bool:
         if isinstance(one, dict):
@@ -170,7 +174,8 @@ def moved_of_plan(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{key}: {before[key]} -> {now[key]}" for key in now if not is_equal(before[key], now[key])]
 
 
-# By the last part of a preset's name: settings that shorten its plan, whose time grows with the number of images or completions.
+# By the last part of a preset's name: settings that shorten its plan, whose time grows with the number of images or
+# completions.
 SHORTER = {
     "images": ("data.max_length=1024",),
     "ppo": ("batch_size=8",),
@@ -190,7 +195,8 @@ def plan(name: str, folder: Path, *settings: str) -> dict[str, Any]:
 
 
 def card_of(preset: Path) -> Device:
-    """The GPU of the size in a preset's comment, or 24 GB for the embedded models. The driver keeps about 2% of its memory."""
+    """The GPU of the size in a preset's comment, or 24 GB for the embedded models. The driver keeps about 2% of its
+    memory."""
     found = re.search(r"on a GPU with (\d+) GB", preset.read_text())
     gb = int(found[1]) if found else 24
     return replace(find_device("A100 80GB" if gb in (40, 80) else "RTX 4090"), memory_bytes=int(0.98 * gb * GIB))

@@ -1,4 +1,5 @@
-"""A stand-in for the link to pinned host memory, on a machine without a GPU, whose copies are as late as they can be."""
+"""A stand-in for the link to pinned host memory, on a machine without a GPU, whose copies are as late as they can
+be."""
 
 from collections import deque
 from typing import Any

@@ -5,8 +5,8 @@ The default set (`make test`) has one case of each kind. A test is left out of i
     @pytest.mark.long              takes too long, or repeats what a shorter test shows
     @pytest.mark.first(3)          of its cases, the first 3 are default; the others are long
 
-`make test-all` runs everything. `--covering` takes one case of each test that the default set leaves out wholly, if the case
-takes no more than 7 s, and `--lane 2/5` one of five parts of equal CPU time.
+`make test-all` runs everything. `--covering` takes one case of each test that the default set leaves out wholly, if the
+case takes no more than 7 s, and `--lane 2/5` one of five parts of equal CPU time.
 """
 
 import json

@@ -22,7 +22,8 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 
 def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
-    """Yield public functions and the methods of public classes; not those of autograd's functions, whose context has no type."""
+    """Yield public functions and the methods of public classes; not those of autograd's functions, whose context has no
+    type."""
     for node in body:
         is_public = not getattr(node, "name", "_").startswith("_") or getattr(node, "name", "") in (
             "__init__",
@@ -61,8 +62,8 @@ LARGE = {
     "models/decoder.py: forward",
     "training/run.py: __init__",
 }
-# Operators, whose schema lists tensors, functions that call one, and kernels. Verbs of the command line, whose parameters
-# are options, are free too.
+# Operators, whose schema lists tensors, functions that call one, and kernels. Verbs of the command line, whose
+# parameters are options, are free too.
 FREE = re.compile(r"\b(custom_op|register_\w+|jit|autotune)\b")
 CALLS_OPERATOR = re.compile(r"return (torch\.ops\.lean_ft\.\w+|_document_attention)\(")
 

@@ -78,7 +78,8 @@ def test_assistant_only_loss(their_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("start", [2, 4])
 def test_completion_only_loss_of_chats(start, their_tokenizer, tmp_path):
-    """With a completion of one message, as TRL: all tokens after the prompt. In a longer one, only assistant messages."""
+    """With a completion of one message, as TRL: all tokens after the prompt. In a longer one, only assistant
+    messages."""
     whole = rendered(their_tokenizer, CHAT, return_assistant_tokens_mask=True)
     ids, first = (
         whole["input_ids"],
@@ -152,7 +153,8 @@ def test_packing_strategies(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 def test_truncation_of_pairs(mode, tmp_path):
-    """TRL cuts each completion with its prompt. With keep_end, lean_ft cuts the shared prompt for the longer completion."""
+    """TRL cuts each completion with its prompt. With keep_end, lean_ft cuts the shared prompt for the longer
+    completion."""
     fewer = {"keep_start": 0, "keep_end": 2}[mode]  # tokens that the shorter completion has in addition in TRL
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 

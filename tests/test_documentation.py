@@ -42,13 +42,14 @@ PLACEHOLDERS = {"N": "4", "FOLDER": "folder", "$lr": "1e-4", "$seed": "1"}
 
 
 def by_hand(document: Path) -> str:
-    """The text without the tables that are made from lean_ft/assets/other_tools.yaml; tests/settings/test_other_tools.py
-    tests the file and that the tables are current."""
+    """The text without the tables that are made from lean_ft/assets/other_tools.yaml;
+    tests/settings/test_other_tools.py tests the file and that the tables are current."""
     return re.sub(r"<!-- settings: .*?<!-- end of settings -->", "", document.read_text(), flags=re.DOTALL)
 
 
 def settings_in(text: str) -> list[str]:
-    """All settings in a text. `a=b|c` means a=b and a=c, and `a=N` a number. Blocks of Python, which tests/test_notebook.py runs, and of output are skipped, and calls of Python."""
+    """All settings in a text. `a=b|c` means a=b and a=c, and `a=N` a number. Blocks of Python, which
+    tests/test_notebook.py runs, and of output are skipped, and calls of Python."""
     text = re.sub(r"```(?:python|text).*?```", "", text, flags=re.DOTALL)
     text = re.sub(r"`(?:\w+\.)*\w+\([^`]*\)`", "", text)
     found = re.findall(
@@ -250,7 +251,8 @@ def shape_of(line: str) -> str:
 
 
 def shown_lines(shown: list[str], printed: str) -> Iterator[tuple[str, str]]:
-    """Pairs of a shown line and the printed line of the same shape, in order. `...` stands for the rest of a line, or for lines."""
+    """Pairs of a shown line and the printed line of the same shape, in order. `...` stands for the rest of a line, or
+    for lines."""
     rest = iter(printed.splitlines())
     for line in shown:
         wanted, is_whole = shape_of(line.removesuffix("...")), not line.endswith("...")
@@ -384,7 +386,7 @@ def test_the_picture_of_a_plan_has_the_figures_that_the_command_prints(reader, c
 
 # Lines with these programs hold options of those programs.
 OTHER_PROGRAMS = re.compile(
-    r"(?: vllm serve| -m sglang\S*|`tensorboard|llama-cli|llama-quantize|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "
+    r"(?: vllm serve| -m sglang\S*|`tensorboard|llama-cli|llama-quantize|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "  # noqa: E501
 )
 
 
@@ -429,8 +431,8 @@ def test_code_in_a_document_fits_the_column_of_the_site(document):
 
 @pytest.mark.long
 def test_the_documents_are_a_site(tmp_path):
-    """A strict build: links work, every page is in the navigation, nothing is loaded from other servers, and the reference has
-    all public names."""
+    """A strict build: links work, every page is in the navigation, nothing is loaded from other servers, and the
+    reference has all public names."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

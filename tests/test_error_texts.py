@@ -1,12 +1,13 @@
-"""No message shows the name of a Python exception, or the text of an error that Python raised for a wrong value in a foreign file."""
+"""No message shows the name of a Python exception, or the text of an error that Python raised for a wrong value in a
+foreign file."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 LEAN_FT = Path(__file__).parents[1] / "lean_ft"
-# Errors whose text tells of our code rather than of the input. Errors that name a file or a place in it (OSError, ValueError with
-# its subclasses, syntax errors) are shown.
+# Errors whose text tells of our code rather than of the input. Errors that name a file or a place in it (OSError,
+# ValueError with its subclasses, syntax errors) are shown.
 RAW = {
     "Exception",
     "BaseException",

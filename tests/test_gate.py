@@ -23,7 +23,8 @@ def test_a_run_has_the_same_curve_and_batches(name, tmp_path):
 @pytest.mark.first(len(gate.FIRST_PLANS))
 @pytest.mark.parametrize("name", gate.PLANS)
 def test_a_plan_has_the_same_peak(name, tmp_path):
-    """A plan computes no values, so its bytes are equal on every CPU. Another version of torch may plan other kernels."""
+    """A plan computes no values, so its bytes are equal on every CPU. Another version of torch may plan other
+    kernels."""
     moved = gate.moved_of_plan(gate.read("plans")[name], gate.plan(name, tmp_path))
     assert not moved, EXPLANATION.format(name=name, moved="; ".join(moved))
 

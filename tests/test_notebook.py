@@ -33,7 +33,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(blocks) == 10
     assert max(map(len, "".join(blocks).splitlines())) <= 76, "the site's column"
     blocks.append(
-        "json.dump({'answers': answers, 'drawn': drawn, 'shape': logits.shape, 'losses': losses, 'results': results}, open('out.json', 'w'))\n"
+        "json.dump({'answers': answers, 'drawn': drawn, 'shape': logits.shape, 'losses': losses, 'results': results}, "
+        "open('out.json', 'w'))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", "import json\n" + "\n".join(blocks)],
@@ -267,9 +268,10 @@ def test_a_subpackage_with_torch_is_found() -> None:
 
 # A cell that checks what a notebook's other cells have computed.
 CHECKS = {
-    "sft_lora": "before, after = (results[one]['answers']['num_right'] for one in results)\nassert before == 0 and after > 60",
+    "sft_lora": "before, after = (results[one]['answers']['num_right'] for one in results)\nassert before == 0 and after > 60",  # noqa: E501
     "dpo": "assert abs(float(values[1]) - 0.1 * (after - before)) < 0.006 and float(values[0]) > 0.7",
-    "grpo": "rewards = [line['eval_reward'] for line in lines if 'eval_reward' in line]\nassert rewards[0] + 0.4 < rewards[-1]",
+    "grpo": "rewards = [line['eval_reward'] for line in lines if 'eval_reward' in line]\nassert rewards[0] + 0.4 < "
+    "rewards[-1]",
 }
 
 

@@ -37,9 +37,8 @@ def comment(name: str) -> str:
     if kind == "images":
         training = f"{'QLoRA' if row['values'].get('lora.quantize') == 'nf4' else 'LoRA'} with images"
     return (
-        f", {training}: {size}.\n"
-        f"# Trains on a GPU with {row['card_gb']} GB: {row['reserved_bytes'] / GIB:.1f} GiB at the peak, reserved by PyTorch's "
-        "allocator on a simulated GPU.\n"
+        f", {training}: {size}.\n# Trains on a GPU with {row['card_gb']} GB: {row['reserved_bytes'] / GIB:.1f} GiB at "
+        "the peak, reserved by PyTorch's allocator on a simulated GPU.\n"
     )
 
 

@@ -127,7 +127,8 @@ def _shapes_only() -> bool:
 
 
 def _compiled_backend() -> bool:
-    """The planner's backend: graphs by AOTAutograd and the min-cut partitioner, copies dropped as Inductor drops them."""
+    """The planner's backend: graphs by AOTAutograd and the min-cut partitioner, copies dropped as Inductor drops
+    them."""
     graphs = []
 
     def compiler(graph, inputs):

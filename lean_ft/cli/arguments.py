@@ -91,8 +91,8 @@ def load_run(
 ) -> tuple[ModuleType, Any]:
     """Return the recipe that a command or its preset names, and the settings for `processes` processes.
 
-    Raises ValueError if the recipe or the preset cannot be found or read, if the preset is for another recipe, or without
-    `runs`, if it names a recipe's file, since loading the file runs it.
+    Raises ValueError if the recipe or the preset cannot be found or read, if the preset is for another recipe, or
+    without `runs`, if it names a recipe's file, since loading the file runs it.
     """
     found, preset, overrides = find(recipe, config, overrides, runs)
     module = catalog.load_recipe(found)
@@ -121,8 +121,8 @@ def load_run(
 
 
 def _with_enough_batches(cfg: RecipeConfig, processes: int) -> RecipeConfig:
-    """Raise gradient_accumulation_steps so that each process, or group that shares a batch, has a micro-batch per step, and a
-    round of sampled completions has all completions of each prompt."""
+    """Raise gradient_accumulation_steps so that each process, or group that shares a batch, has a micro-batch per step,
+    and a round of sampled completions has all completions of each prompt."""
     parallel, given, whole = cfg.group(ParallelConfig), cfg.gradient_accumulation_steps, cfg.batches_of_a_round
     least = 1 if parallel is None else processes // (parallel.context * parallel.tensor)
     number = math.ceil(max(given, least) / whole) * whole
@@ -132,8 +132,8 @@ def _with_enough_batches(cfg: RecipeConfig, processes: int) -> RecipeConfig:
         f"each of {processes} processes has a batch" if given < least else "a round has whole groups of completions"
     )
     typer.echo(
-        f"note: gradient_accumulation_steps={number} instead of {given}, so that {reason}. To choose another number, set "
-        "gradient_accumulation_steps; it counts the batches of all processes.",
+        f"note: gradient_accumulation_steps={number} instead of {given}, so that {reason}. To choose another number, "
+        "set gradient_accumulation_steps; it counts the batches of all processes.",
         err=True,
     )
     return cfg.model_copy(update={"gradient_accumulation_steps": number})
@@ -148,7 +148,8 @@ def batches_of(cfg: BaseModel, given: list[str]) -> list[str]:
 
 
 def _without_unfitting(preset: dict[str, str], overrides: list[str]) -> list[str]:
-    """Append overrides that disable settings of the preset that do not fit the given ones, with a note for each reason."""
+    """Append overrides that disable settings of the preset that do not fit the given ones, with a note for each
+    reason."""
     given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     more = list[str]()
 
@@ -198,8 +199,8 @@ def find(
         row = preset_values(preset).get("model.family", "null")
         if not runs and row != "null" and not any(word.startswith("model.family=") for word in overrides):
             raise ValueError(
-                f"{config} has model.family={row}, a file whose code this command would run. Read the file, and if you trust it, "
-                f"name it too: --config {shlex.quote(str(config))} {shlex.quote(f'model.family={row}')}"
+                f"{config} has model.family={row}, a file whose code this command would run. Read the file, and if you "
+                f"trust it, name it too: --config {shlex.quote(str(config))} {shlex.quote(f'model.family={row}')}"
             )
     if recipe is None:
         recipe = preset_recipe(preset) if preset is not None else None
@@ -209,7 +210,7 @@ def find(
             raise ValueError(f"expected a RECIPE: {reason}.{how} `leanft ls` lists recipes and presets.")
         if recipe.endswith(".py") and not runs:
             raise ValueError(
-                f"{config} names the recipe {recipe}, whose code this command would run. Read the file, and if you trust it, "
-                f"name it too: {shlex.quote(recipe)} --config {shlex.quote(str(config))}"
+                f"{config} names the recipe {recipe}, whose code this command would run. Read the file, and if you "
+                f"trust it, name it too: {shlex.quote(recipe)} --config {shlex.quote(str(config))}"
             )
     return catalog.find_recipe(recipe), preset, overrides

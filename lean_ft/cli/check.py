@@ -107,7 +107,8 @@ def check(
 
 
 def _readable_model(model: str) -> Path:
-    """Find a model's folder. Raises ValueError for a model that lean_ft does not read, without importing transformers."""
+    """Find a model's folder. Raises ValueError for a model that lean_ft does not read, without importing
+    transformers."""
     from lean_ft.models import empty_model, load_model, stored_labels
     from lean_ft.peft import is_adapter
     from lean_ft.peft.finished_models import find_finished
@@ -124,7 +125,8 @@ def _readable_model(model: str) -> Path:
 
 
 def _techniques(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the techniques that the settings enable by name: each alone (LoRA settings count as one) and all together."""
+    """Return the techniques that the settings enable by name: each alone (LoRA settings count as one) and all
+    together."""
     found: dict[str, list[str]] = {}
     for key, value in given.items():
         if key in _KEYS or key.startswith(("memory.", "lora")):

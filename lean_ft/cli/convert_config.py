@@ -21,8 +21,8 @@ def convert_config(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Convert a configuration of torchtune, axolotl or LLaMA-Factory into a preset. Keys without an equivalent are reported and
-    become comments."""
+    """Convert a configuration of torchtune, axolotl or LLaMA-Factory into a preset. Keys without an equivalent are
+    reported and become comments."""
     if output is not None and output.exists():
         raise ValueError(f"--output {output} exists already. Choose another name.")
     preset = convert(file)

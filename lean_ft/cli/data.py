@@ -220,7 +220,8 @@ def _with_tools(cfg: Any, tokenizer: "Tokenizer") -> Any:
     schemas = Episodes(cfg, tokenizer).schemas()
     if cfg.environment is not None:
         typer.echo(
-            f"note: environment={cfg.environment} is not reset here, so the text that reset adds to a prompt is not shown or counted",
+            f"note: environment={cfg.environment} is not reset here, so the text that reset adds to a prompt is not "
+            "shown or counted",
             err=True,
         )
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"tools": schemas})})
@@ -234,8 +235,8 @@ def _names_data(word: str) -> bool:
 
 
 def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe that the first rows of a file are for (None with a preset, which names it), and the settings of a run
-    on it. Print what was chosen.
+    """Return the recipe that the first rows of a file are for (None with a preset, which names it), and the settings of
+    a run on it. Print what was chosen.
 
     Raises ValueError if the rows cannot be read.
     """
@@ -255,18 +256,22 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     objective = next((one for one in objectives() if one.is_of_file(names, data.format)), None)
     recipe = "finetune" if objective is None else objective.recipe
     defaults = ["model.path=tiny", *([] if objective is None else objective.settings_of_file(names))]
-    note = f"note: shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE {quote(f'data.source={file}')}"
+    note = (
+        f"note: shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE "
+        f"{quote(f'data.source={file}')}"
+    )
     if not any(word.startswith("model.path") for word in overrides):
         note += (
-            "\nnote: tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many tokens as a "
-            "large model. To see those of your model, add model.path=MODEL"
+            "\nnote: tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many "
+            "tokens as a large model. To see those of your model, add model.path=MODEL"
         )
     typer.echo(note, err=True)
     return recipe, [*defaults, *settings]
 
 
 def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: list[int]) -> dict[int, str]:
-    """Return the predicted peak memory at each maximum length, or a dash if batch_tokens is too small for such a row."""
+    """Return the predicted peak memory at each maximum length, or a dash if batch_tokens is too small for such a
+    row."""
     from lean_ft.plan.devices import choose_device
     from lean_ft.plan.rehearsal import rehearse
 

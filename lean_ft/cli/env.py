@@ -43,7 +43,8 @@ def _report_private_names() -> None:
 
     missing = missing_names()
     stdout().print(
-        f"\nprivate names of torch {torch.__version__}: {len(PRIVATE_NAMES) - len(missing)} of {len(PRIVATE_NAMES)} found",
+        f"\nprivate names of torch {torch.__version__}: {len(PRIVATE_NAMES) - len(missing)} of {len(PRIVATE_NAMES)} "
+        "found",
         markup=False,
     )
     for entry in missing.values():
@@ -51,8 +52,8 @@ def _report_private_names() -> None:
 
 
 def _check(device: str, facts: dict | None) -> None:
-    """Print the result of each technique as its check ends, or with `facts` everything as JSON at the end. Exit with 1 if
-    a technique failed that this device supports."""
+    """Print the result of each technique as its check ends, or with `facts` everything as JSON at the end. Exit with 1
+    if a technique failed that this device supports."""
     from lean_ft.models.device import resolve_device
     from lean_ft.system.device_check import check_device
     from lean_ft.torch_private import missing_names

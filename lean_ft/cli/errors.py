@@ -65,8 +65,8 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
 
 
 def add_place(error: Exception, recipe: Path, is_shipped: bool, output_dir: Path | None) -> None:
-    """Add notes on where a run failed: the line of the user's recipe or of a file beside it, and the path of the traceback
-    in the run directory. Input errors of shipped recipes, and lean_ft's own RuntimeErrors, get no notes."""
+    """Add notes on where a run failed: the line of the user's recipe or of a file beside it, and the path of the
+    traceback in the run directory. Input errors of shipped recipes, and lean_ft's own RuntimeErrors, get no notes."""
     if _is_made_to_be_read(error) or (is_shipped and explain(error)[1] == 2):
         return
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).parent == recipe.parent]
@@ -124,8 +124,8 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _as_setting(option: str, arguments: Sequence[str], or_nearest: bool = False) -> str:
-    """Return a hint that names the setting for an option: `optimizer.lr=1e-4` for `--lr 1e-4`. With `or_nearest`, suggest the
-    nearest name if no setting has this one."""
+    """Return a hint that names the setting for an option: `optimizer.lr=1e-4` for `--lr 1e-4`. With `or_nearest`,
+    suggest the nearest name if no setting has this one."""
     name, recipes = option.lstrip("-").replace("-", "_"), {**catalog.recipes(), **catalog.aliases()}
     recipe = next((word for word in arguments if word in recipes or word.endswith(".py")), "finetune")
     keys = list[str]()

@@ -41,7 +41,8 @@ def export(
         typer.Option(
             "--gguf",
             metavar="KIND",
-            help="Write one GGUF file for llama.cpp instead: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0, iq4_nl or mxfp4.",
+            help="Write one GGUF file for llama.cpp instead: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0, iq4_nl "
+            "or mxfp4.",
         ),
     ] = None,
     dcp: Annotated[
@@ -92,7 +93,8 @@ def export(
             raise ValueError(f"{option} cannot be combined with {', '.join(found)}. Remove one of them.")
     if base is not None and not merge and not keep_vision and not (adapter and gguf):
         raise ValueError(
-            "--base is only used with --merge, --keep-vision, or --adapter and --gguf. Add one of them, or remove --base."
+            "--base is only used with --merge, --keep-vision, or --adapter and --gguf. Add one of them, or remove "
+            "--base."
         )
     if gguf is None and ollama:
         raise ValueError("--ollama is only used with --gguf. Add --gguf q4_k_m, or remove --ollama.")

@@ -71,8 +71,8 @@ def _print_presets(title: str, presets: Mapping[str, Path]) -> None:
 
 
 def _columns(preset: Path) -> tuple[str, str, str, str, str]:
-    """Return the preset's recipe and, from its comment, the number of parameters, the smallest card and the peak memory on
-    it. The last column is for presets without these numbers: their comment, their settings, or the error."""
+    """Return the preset's recipe and, from its comment, the number of parameters, the smallest card and the peak memory
+    on it. The last column is for presets without these numbers: their comment, their settings, or the error."""
     try:
         recipe, values = preset_recipe(preset) or "-", preset_values(preset)
     except ValueError as error:  # a broken preset must not hide the others

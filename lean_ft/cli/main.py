@@ -41,8 +41,8 @@ app = typer.Typer(
     name="leanft",
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]. The name of a recipe is a command "
-    "too: [bold]leanft chat runs/tiny[/bold]",
+    epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]. The name of a recipe "
+    "is a command too: [bold]leanft chat runs/tiny[/bold]",
 )
 # Each module has a function with the module's name.
 VERBS = (
@@ -127,7 +127,8 @@ def _as_meant(arguments: list[str]) -> list[str]:
     verbs = {verb.__name__.rpartition(".")[2].replace("_", "-") for verb in VERBS} | {"data"}
     if arguments[:1] == ["train"]:
         raise ValueError(
-            "no such command 'train'. `leanft run RECIPE` trains, such as leanft run finetune; `leanft ls` lists recipes."
+            "no such command 'train'. `leanft run RECIPE` trains, such as leanft run finetune; `leanft ls` lists "
+            "recipes."
         )
     return ["run", *arguments] if {*arguments[:1]} & (_recipe_names() - verbs) else arguments
 

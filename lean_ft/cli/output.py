@@ -35,8 +35,8 @@ def print_rows(title: str, rows: Mapping[str, str]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells below their column names. A column whose name begins with `>` is right-aligned. If all names are
-    empty, no header is printed."""
+    """Print rows of cells below their column names. A column whose name begins with `>` is right-aligned. If all names
+    are empty, no header is printed."""
     console, right = stdout(), [name.startswith(">") for name in columns]
     rows = [[on_one_line(cell) for cell in row] for row in rows]
     names = [name.removeprefix(">") for name in columns]

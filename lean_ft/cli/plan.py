@@ -38,7 +38,8 @@ def plan(
         str | None,
         typer.Option(
             metavar='"RTX 4090"',
-            help="Card to plan for. Its memory is the default budget. Separate several cards by commas to compare them in a table.",
+            help="Card to plan for. Its memory is the default budget. Separate several cards by commas to compare them "
+            "in a table.",
         ),
     ] = None,
     price: Annotated[
@@ -86,8 +87,8 @@ def plan(
         raise ValueError("--png and --ledger show one card, and --device-name has several. Name one card.")
     if machines.num_devices > 1 and cfg.group(ParallelConfig) is None:
         raise ValueError(
-            f"--gpus {machines.num_devices}: this recipe has no `parallel` settings, so it runs on one device. Plan finetune "
-            "instead, or remove --gpus."
+            f"--gpus {machines.num_devices}: this recipe has no `parallel` settings, so it runs on one device. Plan "
+            "finetune instead, or remove --gpus."
         )
     budget_bytes = parse_bytes(budget, "--budget") if budget is not None else device.memory_bytes
     context_bytes = 0 if device.is_cpu else CUDA_CONTEXT_BYTES
@@ -141,7 +142,8 @@ def _prices(text: str | None, num_cards: int) -> list[float | None]:
 
 
 def _run_seconds(rehearsal: "Rehearsal", max_steps: int | None) -> tuple[str, float]:
-    """What is counted and the time it takes: `max_steps`, or a million tokens, because the number of rows is unknown."""
+    """What is counted and the time it takes: `max_steps`, or a million tokens, because the number of rows is
+    unknown."""
     if max_steps is not None:
         return counted(max_steps, "steps"), max_steps * rehearsal.step_seconds
     return f"{_COUNTED_TOKENS:,} tokens", _COUNTED_TOKENS / rehearsal.tokens_per_second
@@ -263,7 +265,8 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
         away = f" and {gibibytes(rehearsal.sent_away_bytes)} to other machines" if machines.count > 1 else ""
         console.print(
             f"each GPU sends {gibibytes(rehearsal.sent_bytes)} within its machine{away} per step; this takes "
-            f"{duration(rehearsal.exchange_seconds)} during the computation, and the step {duration(rehearsal.step_seconds)}"
+            f"{duration(rehearsal.exchange_seconds)} during the computation, and the step "
+            f"{duration(rehearsal.step_seconds)}"
         )
         console.print("Times are estimates from the speeds of the card and its links. NCCL's buffers are not counted.")
 
@@ -274,8 +277,8 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, co
     if not found.fitting:
         nearest = found.too_large[0]
         console.print(
-            f"no settings fit {gibibytes(budget_bytes)}{held_back}. The smallest need {gibibytes(nearest.reserved_bytes)}: "
-            f"{nearest.command_line or 'the given settings'}"
+            f"no settings fit {gibibytes(budget_bytes)}{held_back}. The smallest need "
+            f"{gibibytes(nearest.reserved_bytes)}: {nearest.command_line or 'the given settings'}"
         )
         console.print("Lower data.max_length, or use a smaller model.")
         return

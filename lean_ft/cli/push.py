@@ -49,7 +49,8 @@ def push(
         return
     if repository_name(source) is not None:
         raise ValueError(
-            f"{source} is not a folder here, and --dry-run uses no network. Run `leanft download {quote(source)}` first."
+            f"{source} is not a folder here, and --dry-run uses no network. Run `leanft download {quote(source)}` "
+            "first."
         )
     folder, files, remarks = prepare(source, repo, license)
     sizes = {path: len(file) if isinstance(file, bytes) else file.stat().st_size for path, file in files.items()}

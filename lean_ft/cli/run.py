@@ -109,14 +109,15 @@ def _planned(processes: str, nodes: str, endpoint: str | None, run_id: str, max_
         raise ValueError(f"--rdzv-endpoint {endpoint}: expected a machine's name and a port, such as node1:29500.")
     if int(most or least) > 1 and endpoint is None:
         raise ValueError(
-            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT: the name of a machine that all others can reach, and a free "
-            "port. Run the same command on each machine."
+            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT: the name of a machine that all others can reach, and a "
+            "free port. Run the same command on each machine."
         )
     return Launch(number, int(least), int(most or least), endpoint or "", run_id, max_restarts=max_restarts)
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of torchao about kernels for other devices, and of torch about torchao. Users cannot fix them."""
+    """Silence warnings of torchao about kernels for other devices, and of torch about torchao. Users cannot fix
+    them."""
     from lean_ft.torch_private import PYTREE_LOGGER
 
     for name in ("torchao", PYTREE_LOGGER):
@@ -177,7 +178,8 @@ def _leave_process_group() -> None:
 
 
 def plans_itself(recipe: ModuleType, cfg: RecipeConfig) -> bool:
-    """Whether a run is rehearsed first. A user's own recipe may have side effects, so it is rehearsed only with plan=true."""
+    """Whether a run is rehearsed first. A user's own recipe may have side effects, so it is rehearsed only with
+    plan=true."""
     return is_shipped(recipe) if cfg.plan == "auto" else cfg.plan
 
 

@@ -24,8 +24,8 @@ def runs(
 ) -> None:
     """List runs: settings that differ between them, steps, losses or rewards, peak memory and speed.
 
-    Columns that fit are printed, settings with the most values first. Runs under way are included. `leanft plot RUN...` draws
-    their curves.
+    Columns that fit are printed, settings with the most values first. Runs under way are included. `leanft plot RUN...`
+    draws their curves.
     """
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}. Pass the folder that holds your runs: leanft runs DIR.")
@@ -65,7 +65,10 @@ def runs(
     print_table(order, list(zip(*(columns[name] for name in order), strict=True)))
     if left_out := [name.removeprefix(">") for name in columns if name not in shown]:
         names = ", ".join(left_out[:5]) + f" and {len(left_out) - 5} more" * (len(left_out) > 5)
-        note = f"not shown, to fit {width} characters: {names}. For all columns, run leanft runs {quote(str(folder))} --json"
+        note = (
+            f"not shown, to fit {width} characters: {names}. For all columns, run leanft runs {quote(str(folder))} "
+            "--json"
+        )
         typer.echo(textwrap.fill(note, width), err=True)
 
 

@@ -61,7 +61,8 @@ def validate(
 
 
 def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[str]]:
-    """Return the problems and notes of a rehearsal, and of what a rehearsal leaves out: files, tokenizers, rows, rewards.
+    """Return the problems and notes of a rehearsal, and of what a rehearsal leaves out: files, tokenizers, rows,
+    rewards.
 
     Uses no network. Skips repositories that are not in the Hub's cache.
     """
@@ -140,8 +141,8 @@ def _is_here(path: str, *, weights: bool = True) -> bool:
 
 
 def _rehearse(recipe: ModuleType, cfg: BaseModel, model: ModelConfig) -> list[str]:
-    """Run the recipe up to its first step on shapes, and return notes. Raise ValueError for settings that the model does
-    not support. Only builds the model for a recipe of the user's own, or one that takes no steps."""
+    """Run the recipe up to its first step on shapes, and return notes. Raise ValueError for settings that the model
+    does not support. Only builds the model for a recipe of the user's own, or one that takes no steps."""
     from lean_ft.plan.devices import Machines, choose_device
     from lean_ft.plan.rehearsal import rehearse
 
@@ -171,8 +172,8 @@ def _gathered(problems: list[str], prefix: str = "") -> Iterator[None]:
 
 
 def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: str | DataSource, is_alone: bool) -> str:
-    """Read the first rows of one source (without a tokenizer only their fields) and return a report. `is_alone`: whether the run
-    has no other source.
+    """Read the first rows of one source (without a tokenizer only their fields) and return a report. `is_alone`:
+    whether the run has no other source.
 
     Raise ValueError for rows that would stop the run.
     """

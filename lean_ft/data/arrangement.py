@@ -94,7 +94,8 @@ class Arrangement:
         return reduce.reduceat(self.taken, self.offsets[:-1])
 
     def of_batch(self, rows: np.ndarray) -> tuple[list[np.ndarray], int, int]:
-        """Return the pieces in each row of the batch of `rows`, the row width, and the length of cu_seqlens (0 if padded).
+        """Return the pieces in each row of the batch of `rows`, the row width, and the length of cu_seqlens (0 if
+        padded).
 
         A packed batch is filled up to `batch_size` with empty rows, so that compiled code sees one shape.
         """

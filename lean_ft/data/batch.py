@@ -35,11 +35,11 @@ class Batch:
     """The input of one forward pass. Each objective adds its fields in a subclass."""
 
     inputs: dict[str, Any]
-    """Arguments of the forward pass by name: those of `Decoder.forward`, and (B, T) values of further columns. `positions`
-    count from 0 in each document. All batches of a run have `cu_seqlens` of one length, so that compiled code sees one
-    shape; repeats of B * T at its end are empty documents. Without `cu_seqlens`, each row is one document, padded on the
-    right. The last position of a shared prompt (`prefixes`) predicts the first token of several completions; `labels` has
-    the first completion's."""
+    """Arguments of the forward pass by name: those of `Decoder.forward`, and (B, T) values of further columns.
+    `positions` count from 0 in each document. All batches of a run have `cu_seqlens` of one length, so that compiled
+    code sees one shape; repeats of B * T at its end are empty documents. Without `cu_seqlens`, each row is one
+    document, padded on the right. The last position of a shared prompt (`prefixes`) predicts the first token of several
+    completions; `labels` has the first completion's."""
     labels: Tensor  # (B, T) int64, shifted; -100 where nothing is trained
     num_targets: int
     """Number of labels that are not -100."""
@@ -101,8 +101,8 @@ class Batch:
     def part_of_rows(self, place: int, number: int) -> Self:
         """Return part `place` of `number` equal parts of each row, for ranks that share rows.
 
-        Positions and bounds of documents stay those of the whole row, and with `labels_whole_rows` also the labels. Raises
-        ValueError if the rows do not divide.
+        Positions and bounds of documents stay those of the whole row, and with `labels_whole_rows` also the labels.
+        Raises ValueError if the rows do not divide.
         """
         num_rows, num_tokens = self.labels.shape
         if num_tokens % number:
@@ -144,7 +144,8 @@ class Batch:
                 yield prompt, labels[first : last + 1]  # labels are shifted
 
     def without_targets(self) -> Self:
-        """Return a copy without labels, for a pass that only keeps ranks synchronized. Its tokens do not count in metrics."""
+        """Return a copy without labels, for a pass that only keeps ranks synchronized. Its tokens do not count in
+        metrics."""
         no_token = {} if self.is_token is None else {"is_token": self.is_token.new_zeros(self.is_token.shape)}
         return replace(
             self, inputs=self.inputs | no_token, labels=self.labels.new_full(self.labels.shape, IGNORED), num_targets=0

@@ -33,7 +33,8 @@ class ArrangedDocuments:
 
     @cached_property
     def build(self) -> Callable[[EpochPlan, int, int], Batch]:
-        """Return batch i of a plan and an epoch; if a kind of columns reads files, such as images, build the next one ahead."""
+        """Return batch i of a plan and an epoch; if a kind of columns reads files, such as images, build the next one
+        ahead."""
         if self.columns.kinds:
             return BuiltAhead(self.batch)
         return lambda plan, i, epoch: self.batch(plan[i], epoch)
@@ -86,8 +87,9 @@ class UnbuiltBatch:
 class Batches:
     """Endless training batches. The order of an epoch depends on the seed and the epoch number.
 
-    The first batch of a run is the largest, and the next one has the most of other work, such as patches of images, unless
-    the first has. So a run without enough memory fails at once. With `shuffle=False`, every epoch keeps the rows in order.
+    The first batch of a run is the largest, and the next one has the most of other work, such as patches of images,
+    unless the first has. So a run without enough memory fails at once. With `shuffle=False`, every epoch keeps the rows
+    in order.
     """
 
     def __init__(
@@ -176,8 +178,9 @@ class Batches:
         ):
             if state[key] != here[key]:
                 raise ValueError(
-                    f"cannot resume: the {name} changed since the checkpoint (from {state[key]} to {here[key]}), so the "
-                    "position in the data is lost. Change it back, or start a new run from the checkpoint's weights."
+                    f"cannot resume: the {name} changed since the checkpoint (from {state[key]} to {here[key]}), so "
+                    "the position in the data is lost. Change it back, or start a new run from the checkpoint's "
+                    "weights."
                 )
         self.epoch, self._num_taken = state["epoch"], state["num_taken"]
         self._plan = self._draw(self.epoch)

@@ -55,7 +55,8 @@ def read_chat(value: Any, field: str) -> Chat:
 
 
 def read_opening(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages in front of a row's chat: its `system` and `history`, a list of [question, answer] or messages."""
+    """Return the messages in front of a row's chat: its `system` and `history`, a list of [question, answer] or
+    messages."""
     system = check_text(fields.get("system") or "", "the field `system`")
     messages = [{"role": "system", "content": system}] if system else []
     turns = parse_if_json(fields.get("history"), "history") or []
@@ -183,7 +184,7 @@ def _is_trained(message: dict[str, Any], role: str, i: int) -> bool:
             raise ValueError(f"message {i + 1}: `{name}` is {kind(value)}; expected true or false.")
     if role != "assistant" and (selected := next((name for name in marks if name != "masked" and marks[name]), None)):
         raise ValueError(
-            f"message {i + 1} has the role {role}, but `{selected}` selects it for training; only assistant messages can "
-            "be selected. data.train_on=all trains every message."
+            f"message {i + 1} has the role {role}, but `{selected}` selects it for training; only assistant messages "
+            "can be selected. data.train_on=all trains every message."
         )
     return all(value == SWITCHES[name] for name, value in marks.items())

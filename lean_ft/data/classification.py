@@ -1,10 +1,10 @@
 """Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
-A label is a name or an integer. An integer indexes the names of `data.labels`, unless the names are numbers themselves. An
-integer does not index names that were found in the rows: their alphabetical order need not match the user's numbers. If the
-lists of a source's first rows all have a 0 or 1 for each label, all lists are read as one-hot. Texts are encoded as in
-transformers' pipelines, and classified at the last token. With model.images, each text and its images are a user message in the
-chat template, up to the place of an answer.
+A label is a name or an integer. An integer indexes the names of `data.labels`, unless the names are numbers themselves.
+An integer does not index names that were found in the rows: their alphabetical order need not match the user's numbers.
+If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as one-hot. Texts are encoded
+as in transformers' pipelines, and classified at the last token. With model.images, each text and its images are a user
+message in the chat template, up to the place of an answer.
 
 Legend: P texts of a batch, C labels.
 """
@@ -50,8 +50,8 @@ class FoundLabels(list[str]):
 
 
 def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
-    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted; and with `multi_label`
-    true or false.
+    """Return the settings with `labels` set: the configured labels, or all labels in `source`, sorted; and with
+    `multi_label` true or false.
 
     Raises ValueError with the place of a row whose labels cannot be read.
     """
@@ -88,8 +88,8 @@ def _check_one_kind(kinds: dict[str, Any], source: Sources) -> None:
     if kinds.keys() - {"a string with a number", "a name"} and len(kinds) > 1 and set(kinds) != _NUMBERS:
         found = ", ".join(f"{label!r:.40} ({name})" for name, label in kinds.items())
         raise ValueError(
-            f"{source} has labels of several kinds: {found}. Write all labels in one way, or set data.labels to the names "
-            "in the order that the integers index."
+            f"{source} has labels of several kinds: {found}. Write all labels in one way, or set data.labels to the "
+            "names in the order that the integers index."
         )
 
 
@@ -136,7 +136,8 @@ def _listed(row: Row, format: RowFormat, config: ClassificationDataConfig) -> li
         fields, name = format.fields_of(row), "labels" if config.multi_label else "label"
         if name not in fields:
             raise ValueError(
-                f"no field `{name}`. data.multi_label=true reads a list from `labels`, and false reads one label from `label`."
+                f"no field `{name}`. data.multi_label=true reads a list from `labels`, and false reads one label from "
+                "`label`."
             )
         labels = parse_if_json(fields[name], name) if config.multi_label else [fields[name]]
         if not isinstance(labels, list):
@@ -157,8 +158,8 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig, on
         is_one_hot = _are_flags(labels) and len(labels) == one_hot
         if config.multi_label and not (is_one_hot if one_hot else are_indices):
             raise ValueError(
-                f"`labels` is {labels!r:.40}; expected either a 0 or 1 for every label in all rows, or the names or indices of "
-                "the row's labels in all rows, as in the first rows."
+                f"`labels` is {labels!r:.40}; expected either a 0 or 1 for every label in all rows, or the names or "
+                "indices of the row's labels in all rows, as in the first rows."
             )
         if one_hot:
             numbers = [str(i) for i in range(one_hot)]
@@ -174,8 +175,8 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig, on
 
 def _no_order(names: Iterable[str]) -> str:
     return (
-        f"data.labels is null, so the labels of the training rows are in alphabetical order: {_first_names(names)}. Set "
-        "data.labels to these names in the order of your numbers."
+        f"data.labels is null, so the labels of the training rows are in alphabetical order: {_first_names(names)}. "
+        "Set data.labels to these names in the order of your numbers."
     )
 
 
@@ -189,7 +190,8 @@ def _is_index(label: str) -> bool:
 
 
 def _index_of(label: str, names: list[str]) -> int:
-    """Return the index of a label among `names`. A number is an index, unless names are numbers or were found in the rows.
+    """Return the index of a label among `names`. A number is an index, unless names are numbers or were found in the
+    rows.
 
     Without names, return the number, or -1 for a name. Raises ValueError for an unknown label.
     """

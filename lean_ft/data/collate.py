@@ -23,8 +23,8 @@ from lean_ft.data.rows import IGNORED
 class Placed:
     """The texts of a batch and the places of their tokens in its B * T positions.
 
-    A text is a document or a piece of one, or with `joined` all pieces of a row. The tokens of a shared prompt are where
-    the first text with this prompt has them.
+    A text is a document or a piece of one, or with `joined` all pieces of a row. The tokens of a shared prompt are
+    where the first text with this prompt has them.
     """
 
     def __init__(self, arrangement: Arrangement, columns: Columns, rows: np.ndarray) -> None:
@@ -86,8 +86,8 @@ class Placed:
         return self.place[self._is_last]
 
     def bounds(self) -> dict[str, Any]:
-        """Arguments of the forward pass: the position of each token in its text, the boundaries of packed texts, and the
-        prompts that texts share. Padding at the end of a packed row is a text too."""
+        """Arguments of the forward pass: the position of each token in its text, the boundaries of packed texts, and
+        the prompts that texts share. Padding at the end of a packed row is a text too."""
         found = {"cu_seqlens": None, "prefixes": None, "num_prefix_tokens": 0}
         if not self._num_boundaries:
             return {"positions": np.tile(np.arange(self.shape[1]), (self.shape[0], 1)), **found}
@@ -167,8 +167,8 @@ def batch_of(
     batch_size: int | None = None,
     **layout: Unpack[Layout],
 ) -> Batch:
-    """Build one batch of `documents`, such as sampled completions; `sides` of them form a row of data. The layout is as in
-    `Arrangement`."""
+    """Build one batch of `documents`, such as sampled completions; `sides` of them form a row of data. The layout is as
+    in `Arrangement`."""
     columns = Columns.join(documents, pad_id)
     pieces, firsts, lengths, offsets = whole_documents(columns.lengths, sides)
     arrangement = Arrangement(

@@ -2,8 +2,8 @@
 
 A column has one value per token, or any number of values per document. Truncation, packing and shared prompts move the
 values of a token together, and the model gets each per-token column as an argument of its forward pass, except for the
-columns that only a loss reads. So a new column touches the reader that adds it and the module that reads it. Columns that need more,
-such as images, have a kind (`lean_ft.data.kinds`).
+columns that only a loss reads. So a new column touches the reader that adds it and the module that reads it. Columns
+that need more, such as images, have a kind (`lean_ft.data.kinds`).
 
 Legend: N documents, S tokens of all documents, T tokens of one.
 """
@@ -94,8 +94,8 @@ class Columns:
     values: Mapping[str, np.ndarray]
     """Values of all stored documents, by column: (S,) if there is one per token."""
     offsets: Mapping[str, np.ndarray]
-    """First value of each stored document, then the number of values, by column. Columns that are not in it have one value
-    per token, at the offsets of `ids`."""
+    """First value of each stored document, then the number of values, by column. Columns that are not in it have one
+    value per token, at the offsets of `ids`."""
     rows: np.ndarray  # (N,) int64: the stored documents that these are
     pad_id: int = 0
     """The id on padding. Other columns are 0 there."""

@@ -1,7 +1,7 @@
 """Batches of sampled completions, for policy losses.
 
-A document is a prompt and its completion. Its mask has the tokens that the policy sampled; other tokens of a completion,
-such as a tool's result, are read and not trained.
+A document is a prompt and its completion. Its mask has the tokens that the policy sampled; other tokens of a
+completion, such as a tool's result, are read and not trained.
 
 Legend: G completions, A tokens of the longest, N sampled tokens, K tokens of the texts.
 """

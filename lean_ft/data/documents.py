@@ -164,7 +164,8 @@ class Renderer:
     def _tokenize(
         self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport
     ) -> list[tuple[Row, list[Document]]]:
-        """Tokenize all texts together, or one row after the other to find a row that fails; keep documents unchanged."""
+        """Tokenize all texts together, or one row after the other to find a row that fails; keep documents
+        unchanged."""
         try:
             passages = [passage for _, passages in read for passage in passages]
             found = iter(documents_of(passages, self.tokenizer, self.rules))
@@ -190,7 +191,8 @@ def render_rows(render: Renderer, rows: list[Row]) -> tuple[Columns, DataReport]
 
 
 class Parts:
-    """Iterator over the documents of a renderer's sources in order, 512 rows at a time; `report` counts the rows so far.
+    """Iterator over the documents of a renderer's sources in order, 512 rows at a time; `report` counts the rows so
+    far.
 
     Large sources are divided among `data.num_processes` processes; `digest` is updated with all content read. Raises
     ValueError for an unreadable row, for a row that is too long under `overflow=raise`, and at the end if no row is
@@ -223,8 +225,9 @@ class Parts:
             return config.num_processes or usable_cores()
         if config.num_processes not in (None, 1):
             raise ValueError(
-                f"data.num_processes={config.num_processes}: other processes cannot import {type(config).__name__} and its "
-                "objective, which a notebook or a script defines. Put them into a module, or remove data.num_processes."
+                f"data.num_processes={config.num_processes}: other processes cannot import {type(config).__name__} and "
+                "its objective, which a notebook or a script defines. Put them into a module, or remove "
+                "data.num_processes."
             )
         return 1
 

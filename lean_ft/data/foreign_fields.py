@@ -1,9 +1,9 @@
 """Fields of a row and keys of a message to which other tools give a meaning.
 
-A format reads its own fields (`lean_ft.data.formats`), and a content part its own keys (`lean_ft.data.images`). Of the others,
-those in these tables raise an error that names the remedy, because training without them would teach something else. All further
-fields, such as ids, scores and log-probabilities of a reference model, are named once in the report, and so are tools, keys of
-messages and template variables that the chat template does not mention.
+A format reads its own fields (`lean_ft.data.formats`), and a content part its own keys (`lean_ft.data.images`). Of the
+others, those in these tables raise an error that names the remedy, because training without them would teach something
+else. All further fields, such as ids, scores and log-probabilities of a reference model, are named once in the report,
+and so are tools, keys of messages and template variables that the chat template does not mention.
 
 Sources: the documentation of TRL, axolotl, LLaMA-Factory, ms-swift, torchtune and OpenAI.
 """
@@ -34,7 +34,10 @@ REFUSED_KEYS: dict[str, str] = MEDIA | dict.fromkeys(
 """Fields of a row and keys of a message, with the remedy."""
 
 _SIZES = re.compile("pixels|^resized_|soft_tokens|image_tokens")  # keys of an image: the limits of its size
-_SIZED = "all images of a run have the same limits. Remove the key; data.image_tokens=N scales larger images down to N tokens"
+_SIZED = (
+    "all images of a run have the same limits. Remove the key; data.image_tokens=N scales larger images down to N "
+    "tokens"
+)
 
 OTHER_NAMES = {"functions": "tools", "system_prompt": "system", "system_message": "system"}
 """Refused unless the row also has the field that lean_ft reads."""
@@ -75,8 +78,8 @@ def unread_fields(
         _refuse(name, value, REFUSED, "the row has the field")
         if name in variables:
             raise ValueError(
-                f"the row has the field `{name}`, which is a variable of the chat template. Put it into the row's field "
-                f"`chat_template_kwargs`, or set data.chat_template_kwargs.{name}, or remove the field."
+                f"the row has the field `{name}`, which is a variable of the chat template. Put it into the row's "
+                f"field `chat_template_kwargs`, or set data.chat_template_kwargs.{name}, or remove the field."
             )
         if (ours := OTHER_NAMES.get(name)) in readable and ours not in read:
             raise ValueError(f"the row has the field `{name}` and no `{ours}`. Set data.columns.{ours}={name}.")
@@ -88,17 +91,19 @@ def unread_fields(
         ):
             ours = (*asked, "prompt")[0]
             raise ValueError(
-                f"the row has the field `{name}`, and its text is not part of the prompt. Set data.columns.{ours}={name} to "
-                f"read it as the prompt, or data.columns.{ours}={read.get(ours, ours)} to leave it out."
+                f"the row has the field `{name}`, and its text is not part of the prompt. Set "
+                f"data.columns.{ours}={name} to read it as the prompt, or data.columns.{ours}={read.get(ours, ours)} "
+                "to leave it out."
             )
     return list(unread)
 
 
 def refuse_media(fields: Mapping[str, Any], *, of_prompt: bool, has_images: bool, reads_images: bool) -> None:
-    """Raise ValueError if an unread field holds an image, video or audio, by its name and its value or by its content alone.
+    """Raise ValueError if an unread field holds an image, video or audio, by its name and its value or by its content
+    alone.
 
-    of_prompt: rewards get the fields too, so only an image under the name of an image is refused; has_images: the row shows an
-    image, so further images are data; reads_images: whether the run reads images.
+    of_prompt: rewards get the fields too, so only an image under the name of an image is refused; has_images: the row
+    shows an image, so further images are data; reads_images: whether the run reads images.
     """
     for name, value in fields.items():
         named = kind_of_name(name)
@@ -111,7 +116,8 @@ def refuse_media(fields: Mapping[str, Any], *, of_prompt: bool, has_images: bool
             reason = _IMAGE if reads_images else "model.images=none ignores images"
             remedy = f"Set {'' if reads_images else 'model.images=frozen and '}data.columns.images={name}"
             raise ValueError(
-                f"the row has the field `{name}`, which looks like an image, and {reason}. {remedy}, or remove or rename the field."
+                f"the row has the field `{name}`, which looks like an image, and {reason}. {remedy}, or remove or "
+                "rename the field."
             )
 
 

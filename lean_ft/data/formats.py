@@ -12,9 +12,10 @@
 | text              | text                                     | bos + text + eos, all of it trained                 |
 
 Fields after the semicolon are optional. Chats may also have `system`, `tools`, `chat_template_kwargs` and
-`images`, and prompts `history`; without a chat template, these are refused. The prompt of a pair is `prompt`, `conversations`, or
-`instruction` and `input`. If several formats of an objective match, the first in the table is used. A format that only
-one objective reads is defined in that objective's file, such as `unpaired` in `lean_ft.data.unpaired`. All other fields
+`images`, and prompts `history`; without a chat template, these are refused. The prompt of a pair is `prompt`,
+`conversations`, or `instruction` and `input`. If several formats of an objective match, the first in the table is used.
+A format that only one objective reads is defined in that objective's file, such as `unpaired` in
+`lean_ft.data.unpaired`. All other fields
 are named in the report or refused: `lean_ft.data.foreign_fields`.
 
 Without a chat template or with `data.chat=false`, prompt_completion becomes bos + prompt + `data.separator` +
@@ -54,8 +55,8 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def drops(document: Document, kept: slice, report: DataReport) -> bool:
-    """Whether a row is dropped and counted, because keeping the tokens `kept` of its document alone would cut an image or
-    the like."""
+    """Whether a row is dropped and counted, because keeping the tokens `kept` of its document alone would cut an image
+    or the like."""
     if unit := keeps_whole(document, kept):
         report.drop(f"a whole {unit} does not fit in max_length")
     return bool(unit)
@@ -238,13 +239,13 @@ def _detect(
             kinds.setdefault(name, []).append(row.place)
         listed = "".join(f"\n  {name}: {_shortened(places)}" for name, places in kinds.items())
         raise ValueError(
-            f"the first {len(readable)} rows have different formats:{listed}\nPut each format into its own file and list the "
-            f"files in data.source, or skip rows of other formats with data.on_bad_row=skip. {RENAME}"
+            f"the first {len(readable)} rows have different formats:{listed}\nPut each format into its own file and "
+            f"list the files in data.source, or skip rows of other formats with data.on_bad_row=skip. {RENAME}"
         )
     expected = "; ".join(f"{name}: {', '.join(known[name].required)}" for name in known)
     raise ValueError(
-        f"{readable[0].place}: cannot detect the format from the fields {names_of(readable[0].fields)}. Expected the fields "
-        f"of one format ({expected}) in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
+        f"{readable[0].place}: cannot detect the format from the fields {names_of(readable[0].fields)}. Expected the "
+        f"fields of one format ({expected}) in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
     )
 
 
@@ -398,8 +399,8 @@ def refuse_in_plain_text(fields: dict[str, Any]) -> None:
     """Raise ValueError if a row that becomes plain text has a field of chats."""
     if name := next((name for name in OF_PROMPTS if is_given(fields.get(name))), None):
         raise ValueError(
-            f"the row has the field `{name}`, which needs a chat template, but its texts are not rendered with one. Set "
-            "data.chat_template or data.chat=true, or put the text into the prompt."
+            f"the row has the field `{name}`, which needs a chat template, but its texts are not rendered with one. "
+            "Set data.chat_template or data.chat=true, or put the text into the prompt."
         )
 
 
@@ -432,8 +433,8 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
     rows = f"the rows are {' and '.join(sorted({format.name for format in formats}))}"
     if config.chat != "auto" and not hold_strings:
         raise ValueError(
-            f"data.chat={str(config.chat).lower()} applies to prompts and completions that are plain strings, but {rows}. "
-            "Leave it out."
+            f"data.chat={str(config.chat).lower()} applies to prompts and completions that are plain strings, but "
+            f"{rows}. Leave it out."
         )
     if config.chat is True and not has_template:
         raise ValueError(
@@ -443,11 +444,12 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
     for name in ("system", "chat_template_kwargs"):
         if getattr(config, name) and not (has_template and are_chats):
             raise ValueError(
-                f"data.{name} applies to chats rendered with a chat template, but {no_chats}. Put the text into the rows "
-                "instead, or set data.chat_template."
+                f"data.{name} applies to chats rendered with a chat template, but {no_chats}. Put the text into the "
+                "rows instead, or set data.chat_template."
             )
     tokenizer.check_template_kwargs(config.chat_template_kwargs, tokenizer.template_names)
     if config.separator is not None and writes_chats(config, tokenizer):
         raise ValueError(
-            "data.separator applies without a chat template, but this model has one. Leave it out, or set data.chat=false."
+            "data.separator applies without a chat template, but this model has one. Leave it out, or set "
+            "data.chat=false."
         )

@@ -1,4 +1,5 @@
-"""Images of a batch: each distinct image is read once, in threads, since Pillow and NumPy do most of the work without the GIL.
+"""Images of a batch: each distinct image is read once, in threads, since Pillow and NumPy do most of the work without
+the GIL.
 
 Legend: K image tokens of a batch, P patches, p pixels of a patch's side.
 """
@@ -44,7 +45,8 @@ class ImagesOfBatch(OfBatch):
         return {"images": self.num_images, "patches": sum(map(_num_patches, self.grids.values()))}
 
     def inputs(self) -> dict[str, Images]:
-        """Decode the images. Raises ValueError for an image that is broken, or that changed since its row was prepared."""
+        """Decode the images. Raises ValueError for an image that is broken, or that changed since its row was
+        prepared."""
         if not self.num_images:
             return {}
         rules = self.rules
@@ -105,8 +107,8 @@ def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules
     with open_image(reference, rules) as image:
         if rules.layout(size_of(image)).grids != grids:
             raise ValueError(
-                f"{getattr(image, 'filename', '') or 'an image'} now has {image.width} x {image.height} pixels, another size than when "
-                "its row was prepared. Start the run again."
+                f"{getattr(image, 'filename', '') or 'an image'} now has {image.width} x {image.height} pixels, "
+                "another size than when its row was prepared. Start the run again."
             )
         read_patches(image, rules, patches)
 

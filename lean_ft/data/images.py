@@ -1,10 +1,11 @@
 """Images of rows: where a row has them, and what they add to a document.
 
-A row has images as content parts of its messages, or in the field `images` or `image`. These fill content parts without an
-image, else the places of `<image>` in texts, else they come before the first user text, as in TRL. Numbers must agree.
+A row has images as content parts of its messages, or in the field `images` or `image`. These fill content parts without
+an image, else the places of `<image>` in texts, else they come before the first user text, as in TRL. Numbers must
+agree.
 
-A chat template gets `{"type": "image"}` and writes a placeholder, which the family's text replaces before the row is tokenized.
-Then the image tokens are repeated, and columns tell where the images of a document are:
+A chat template gets `{"type": "image"}` and writes a placeholder, which the family's text replaces before the row is
+tokenized. Then the image tokens are repeated, and columns tell where the images of a document are:
 
 | column            | values                                                                                       |
 |-------------------|----------------------------------------------------------------------------------------------|
@@ -15,12 +16,14 @@ Then the image tokens are repeated, and columns tell where the images of a docum
 | image_refs        | of a document: the references of all images, one after the other                             |
 | image_ref_lengths | of a document: the number of bytes of each reference                                         |
 
-All documents of a run with images have these columns. Sizes are read from headers, and the rest of a file is only checked, so that a broken
-image makes a bad row now and does not end a run later. Images are decoded when their batch is built (`lean_ft.data.image_batches`).
+All documents of a run with images have these columns. Sizes are read from headers, and the rest of a file is only
+checked, so that a broken image makes a bad row now and does not end a run later. Images are decoded when their batch is
+built (`lean_ft.data.image_batches`).
 
-Prepared documents are cached by the content of their source files, and image files are separate: a reference has the size and
-the time of its file. A start whose image files are not as they were prepares the rows anew, and so does every start after rows
-were skipped because of an image (`lean_ft.data.prepare`). A file that changes during a run is an error when it is decoded.
+Prepared documents are cached by the content of their source files, and image files are separate: a reference has the
+size and the time of its file. A start whose image files are not as they were prepares the rows anew, and so does every
+start after rows were skipped because of an image (`lean_ft.data.prepare`). A file that changes during a run is an error
+when it is decoded.
 
 Source of the positions: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
 """
@@ -142,7 +145,8 @@ def _further_keys(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
-    """Return the messages for a chat template, and the images of a row in their order; fields: `IMAGE_FIELDS` of the row.
+    """Return the messages for a chat template, and the images of a row in their order; fields: `IMAGE_FIELDS` of the
+    row.
 
     Raises ValueError if the row's images do not fit the places for them.
     """
@@ -154,8 +158,8 @@ def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, 
         return without_images(messages), _by_index(images, places, given)
     if (empty := images.count(None)) != len(given):
         raise ValueError(
-            f"the row has {counted(len(given), 'images')} in its field `images`, and {counted(empty, 'empty content parts')} of "
-            "the type image. These numbers must agree."
+            f"the row has {counted(len(given), 'images')} in its field `images`, and "
+            f"{counted(empty, 'empty content parts')} of the type image. These numbers must agree."
         )
     rest = iter(given)
     return without_images(messages), [next(rest) if image is None else image for image in images]
@@ -215,9 +219,9 @@ def _by_index(images: Sequence[Any], places: Sequence[Any], given: Sequence[Any]
     """
     if len(places) != images.count(None) or {*places} != {*range(len(given))}:
         raise ValueError(
-            f"the row has {counted(len(given), 'images')} in its field `images`, and its content parts of the type image have the "
-            f"`index` {', '.join(map(str, places))}. Give each empty part an index from 0 to {max(0, len(given) - 1)}, and each "
-            "image a part; or remove `index`."
+            f"the row has {counted(len(given), 'images')} in its field `images`, and its content parts of the type "
+            f"image have the `index` {', '.join(map(str, places))}. Give each empty part an index from 0 to "
+            f"{max(0, len(given) - 1)}, and each image a part; or remove `index`."
         )
     rest = iter(places)
     return [given[next(rest)] if image is None else image for image in images]
@@ -236,8 +240,8 @@ def _with_places(messages: Messages, number: int) -> Messages:
         return [*messages[:first], {**messages[first], "content": [place] * number + [text]}, *messages[first + 1 :]]
     if marks != number:
         raise ValueError(
-            f"the row has {counted(number, 'images')} in its field `images`, and its texts have {MARK} {marks} times. These "
-            "numbers must agree."
+            f"the row has {counted(number, 'images')} in its field `images`, and its texts have {MARK} {marks} times. "
+            "These numbers must agree."
         )
     placed = Messages()
     for message, text in zip(messages, texts, strict=True):
@@ -253,7 +257,8 @@ def _with_places(messages: Messages, number: int) -> Messages:
 
 
 def read_image(value: Any, folder: Path, rules: ImageRules) -> RowImage:
-    """Read the size of a row's image. Raises UnreadableImageError if it is missing or broken, or if the family refuses it."""
+    """Read the size of a row's image. Raises UnreadableImageError if it is missing or broken, or if the family refuses
+    it."""
     from lean_ft.images.reading import path_of, reference
 
     try:
@@ -286,8 +291,8 @@ def _known_size(reference: bytes, rules: ImageRules) -> Size | str:
 
 
 def with_sizes(passage: Passage, folder: Path, rules: ImageRules | None) -> Passage:
-    """Read the sizes of a passage's images, and write their texts for the placeholders. rules: needed for images. Raises ValueError
-    as `read_image` and `with_image_texts` do."""
+    """Read the sizes of a passage's images, and write their texts for the placeholders. rules: needed for images.
+    Raises ValueError as `read_image` and `with_image_texts` do."""
     if rules is None or not passage.images:
         return passage
     images = [read_image(value, folder, rules) for value in passage.images]
@@ -298,8 +303,8 @@ def with_sizes(passage: Passage, folder: Path, rules: ImageRules | None) -> Pass
 def documents_of(
     passages: Sequence[Passage | Document], tokenizer: Tokenizer, rules: ImageRules | None
 ) -> list[Document]:
-    """Tokenize passages, and add the columns of their images. Documents are tokenized texts without images. Raises ValueError as
-    `with_columns` does."""
+    """Tokenize passages, and add the columns of their images. Documents are tokenized texts without images. Raises
+    ValueError as `with_columns` does."""
     tokenized = starmap(Document, tokenizer.tokenize([one for one in passages if isinstance(one, Passage)]))
     texts = [(next(tokenized), one.images) if isinstance(one, Passage) else (one, ()) for one in passages]
     if rules is None:
@@ -310,16 +315,16 @@ def documents_of(
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
     """Add the columns of `images` to a document.
 
-    Tokens in and around an image are not trained, because no image can follow a token that the model samples. Raises ValueError
-    if the document has another number of image tokens.
+    Tokens in and around an image are not trained, because no image can follow a token that the model samples. Raises
+    ValueError if the document has another number of image tokens.
     """
     is_image = document.ids == image_id
     grids = [grid for image in images for grid in image.layout.grids]
     runs = [run for image in images for run in image.layout.runs]
     if is_image.sum() != sum(runs):
         raise ValueError(
-            f"the text has {int(is_image.sum()):,} image tokens {rules.token}, and its images need {sum(runs):,}. Put images into "
-            "content parts or the field `images` of chats; texts and ids have none."
+            f"the text has {int(is_image.sum()):,} image tokens {rules.token}, and its images need {sum(runs):,}. Put "
+            "images into content parts or the field `images` of chats; texts and ids have none."
         )
     per_token = {IMAGE_ROW: np.where(is_image, np.cumsum(is_image), 0).astype(np.int32)}
     if rules.shifts_positions:
@@ -341,7 +346,8 @@ def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRul
 
 
 def _shifts(is_image: np.ndarray, grids: np.ndarray) -> np.ndarray:
-    """The column `position_shift` (T,); grids: (I, 2) rows and columns of tokens of each image, whose tokens are consecutive.
+    """The column `position_shift` (T,); grids: (I, 2) rows and columns of tokens of each image, whose tokens are
+    consecutive.
 
     An image takes one step of time, and the text behind it continues at its start + its longer side.
     """
@@ -475,7 +481,8 @@ class ImageKind(Kind):
         return num_embeddings(columns.values, self.rules.merge)
 
     def inserts(self, document: Document) -> list[Insert]:
-        """Each image that a document shows, with its size in pixels. Raises ValueError for one that cannot be opened."""
+        """Each image that a document shows, with its size in pixels. Raises ValueError for one that cannot be
+        opened."""
         from lean_ft.images.reading import open_image, size_of, thumbnail
 
         image, references, shown = _image_of_tokens(document), references_of(document), []

@@ -1,8 +1,8 @@
 """Hashes of what decides prepared data: keys of the cache, and the fingerprint that a resumed run must match.
 
-The key of documents hashes the content of the files in order, the tokenizer's files, the settings that affect documents, the code
-that reads, renders and tokenizes rows, and the versions of its libraries. It ignores file paths, so moved or copied data is a
-cache hit.
+The key of documents hashes the content of the files in order, the tokenizer's files, the settings that affect
+documents, the code that reads, renders and tokenizes rows, and the versions of its libraries. It ignores file paths, so
+moved or copied data is a cache hit.
 """
 
 import hashlib

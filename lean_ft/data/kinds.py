@@ -1,8 +1,8 @@
 """Kinds of columns: what the columns of a capability do beyond standing beside their tokens.
 
-A column of tokens needs no kind: truncation, packing and batches move its values with the tokens. A kind is for columns whose
-values depend on what stands before them, or that become other arguments of the forward pass, as those of images do
-(`lean_ft.data.images`). Documents and `Columns` carry their kinds, and the code that handles them asks each kind.
+A column of tokens needs no kind: truncation, packing and batches move its values with the tokens. A kind is for columns
+whose values depend on what stands before them, or that become other arguments of the forward pass, as those of images
+do (`lean_ft.data.images`). Documents and `Columns` carry their kinds, and the code that handles them asks each kind.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Kind:
         raise NotImplementedError
 
     def fill(self, document: Document, number: int) -> Document:
-        """Return a document of the same length, full of what this kind adds, for plans. `number` tells documents apart."""
+        """Return a document of the same length, full of what this kind adds, for plans. `number` tells documents
+        apart."""
         raise NotImplementedError
 
     def fingerprint(self, columns: Columns) -> str:

@@ -1,4 +1,5 @@
-"""The largest batch that settings allow, for plans: documents that are as long as possible, collated like every batch."""
+"""The largest batch that settings allow, for plans: documents that are as long as possible, collated like every
+batch."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ MOST_TOKENS = 1 << 24  # of a planned batch, whose arrays take about 100 bytes p
 def largest_batch(
     config: DataConfig, batch_size: int, share_prompts: bool = False, kinds: Sequence[Kind] = ()
 ) -> Batch:
-    """Return the largest batch: each document has `max_length` tokens, all trained, and is full of what each of `kinds` adds.
+    """Return the largest batch: each document has `max_length` tokens, all trained, and is full of what each of `kinds`
+    adds.
 
-    Pairs that share their prompt have the longest completions, which alone are trained. Where rows are packed, they are full
-    with or without a shared prompt. Raises ValueError for a batch of more than `MOST_TOKENS`, whose arrays would not fit into
-    memory.
+    Pairs that share their prompt have the longest completions, which alone are trained. Where rows are packed, they are
+    full with or without a shared prompt. Raises ValueError for a batch of more than `MOST_TOKENS`, whose arrays would
+    not fit into memory.
     """
     sides, length = len(config.sides), config.max_length
     limit = config.max_completion_length if isinstance(config, AnswerDataConfig) else None
@@ -35,8 +37,8 @@ def largest_batch(
     if number * taken > MOST_TOKENS:
         size = f"batch_size={batch_size}" if config.batch_tokens is None else f"data.batch_tokens={config.batch_tokens}"
         raise ValueError(
-            f"a batch has up to {number * taken:,} tokens ({size}, data.max_length={length}), and at most {MOST_TOKENS:,} "
-            "can be planned. Lower one of them."
+            f"a batch has up to {number * taken:,} tokens ({size}, data.max_length={length}), and at most "
+            f"{MOST_TOKENS:,} can be planned. Lower one of them."
         )
     prompt = length - answer if shares else 0  # shared tokens
     documents = [full_document(length, kinds, i) for i in range(number) for _ in range(sides)]
@@ -49,7 +51,8 @@ def largest_batch(
 
 
 def full_document(length: int, kinds: Sequence[Kind] = (), number: int = 0) -> Document:
-    """A document of `length` trained tokens, full of what each of `kinds` adds. `number` tells different documents apart."""
+    """A document of `length` trained tokens, full of what each of `kinds` adds. `number` tells different documents
+    apart."""
     document = Document(np.zeros(length, dtype=np.int32), np.ones(length, dtype=bool))
     for kind in kinds:
         document = kind.fill(document, number)

@@ -1,8 +1,9 @@
 """Recognize images, video and audio in fields and keys that lean_ft does not read.
 
-A name alone is not enough: `image_id` holds no image. A field is refused if its content is a medium (encoded bytes, a data URL,
-an object of `datasets`), or if its name means one (`img`, `frame_paths`) and its values look like files or arrays. Paths under
-other names, such as `file_name`, are refused only if the run reads images and no row has one. Otherwise the report names the field.
+A name alone is not enough: `image_id` holds no image. A field is refused if its content is a medium (encoded bytes, a
+data URL, an object of `datasets`), or if its name means one (`img`, `frame_paths`) and its values look like files or
+arrays. Paths under other names, such as `file_name`, are refused only if the run reads images and no row has one.
+Otherwise the report names the field.
 """
 
 import json
@@ -45,7 +46,8 @@ class Medium(NamedTuple):
 
 @lru_cache(1000)
 def kind_of_name(name: str) -> str | None:
-    """The medium that a name means, such as `img`, `imagePath` or `frames_2`; None for names with further words (`image_id`)."""
+    """The medium that a name means, such as `img`, `imagePath` or `frames_2`; None for names with further words
+    (`image_id`)."""
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+(?:64)?|[A-Z]+(?![a-z])", name)]
     others = [word for word in words if not _BESIDE.fullmatch(word)]
     kinds = [next((kind for kind, named in _WORDS.items() if re.fullmatch(named, word)), None) for word in others]

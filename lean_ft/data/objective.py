@@ -5,7 +5,8 @@ subclass of `Batch` if needed, and `OBJECTIVE`, an instance of a subclass of `Ob
 file (`DataConfig.objective`); there is no other registry. Tokenizing processes load these files, so they return
 NumPy arrays and do not import torch at module level.
 
-An objective of a user's own is in a recipe's file or a module beside it, and its settings class has the instance itself.
+An objective of a user's own is in a recipe's file or a module beside it, and its settings class has the instance
+itself.
 
 Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M their sequences, N labels.
 """
@@ -63,7 +64,8 @@ class Objective:
         return {}
 
     def is_of_file(self, fields: Set[str], format_name: str) -> bool:
-        """Whether the rows of a file with these fields, or with the format that `data.format` names, are for this objective."""
+        """Whether the rows of a file with these fields, or with the format that `data.format` names, are for this
+        objective."""
         return bool(self.marks) and (format_name in self.reader.known or any(fields >= {*mark} for mark in self.marks))
 
     def settings_of_file(self, fields: Set[str]) -> list[str]:
@@ -118,15 +120,15 @@ def objective_of(config: DataConfig) -> Objective:
         )
     if not config.objective:
         raise ValueError(
-            f"data settings of the class {type(config).__name__} do not say how rows are rendered; expected a subclass of "
-            "SFTDataConfig, PreferenceDataConfig or another class of lean_ft.settings that has an objective."
+            f"data settings of the class {type(config).__name__} do not say how rows are rendered; expected a subclass "
+            "of SFTDataConfig, PreferenceDataConfig or another class of lean_ft.settings that has an objective."
         )
     return import_module(f"lean_ft.data.{config.objective}").OBJECTIVE
 
 
 def own_files(config: DataConfig) -> dict[str, str]:
-    """The modules of the user that define the objective, its reader and its settings, with their files; an empty name where a
-    notebook or a script defines them, which other processes cannot import."""
+    """The modules of the user that define the objective, its reader and its settings, with their files; an empty name
+    where a notebook or a script defines them, which other processes cannot import."""
     if isinstance(config.objective, str):
         return {}
     bases = [base for kind in (type(config), type(config.objective), config.objective.reader) for base in kind.__mro__]

@@ -61,8 +61,8 @@ class PairReader(RowReader):
     config: AnswerDataConfig
     known: ClassVar[dict[str, Fields]] = {name: fields for name, fields in FORMATS.items() if fields.is_pair}
     expected: ClassVar[str] = (
-        "trains on preference pairs; expected the fields `chosen` and `rejected`, and `prompt` or the same beginning in both. "
-        "If the columns have other names, set data.columns."
+        "trains on preference pairs; expected the fields `chosen` and `rejected`, and `prompt` or the same beginning "
+        "in both. If the columns have other names, set data.columns."
     )
 
     def passages(self, row: Row) -> list[Passage | Document]:
@@ -90,8 +90,8 @@ class PairReader(RowReader):
             return [number] * 2
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
-        """Return the truncated sequences, with labels on the answers, or [] if the row is dropped. The prompt's columns are
-        the first sequence's."""
+        """Return the truncated sequences, with labels on the answers, or [] if the row is dropped. The prompt's columns
+        are the first sequence's."""
         documents = [until_the_answer_ends(document) for document in documents]
         length = num_prompt_tokens(documents)
         prompt = replace(documents[0][:length], trained=np.zeros(length, dtype=bool))
@@ -136,14 +136,15 @@ class PairReader(RowReader):
                 raise ValueError("`chosen` or `rejected` has an image behind the prompt. Put images into the prompt.")
             if not asked.messages or answer.messages[0]["role"] != "assistant":
                 raise ValueError(
-                    "`chosen` and `rejected` must begin with the same messages, followed by an assistant message. Put the "
-                    "prompt into the field `prompt`, or start both with the prompt's messages."
+                    "`chosen` and `rejected` must begin with the same messages, followed by an assistant message. Put "
+                    "the prompt into the field `prompt`, or start both with the prompt's messages."
                 )
             passages.append(self.render(join(asked, answer, train_prompt=False), fields))
         if any(passage.num_rewritten for passage in passages):
             raise ValueError(
-                "`chosen` or `rejected` has several assistant messages, and the chat template ends the earlier ones with "
-                "another token than the last. Keep one assistant message in each, and move earlier messages to `prompt`."
+                "`chosen` or `rejected` has several assistant messages, and the chat template ends the earlier ones "
+                "with another token than the last. Keep one assistant message in each, and move earlier messages to "
+                "`prompt`."
             )
         return passages
 
@@ -266,9 +267,9 @@ class PreferencePairs(Objective):
     def check(self, config: DataConfig, share_prompts: bool) -> None:
         if isinstance(config, PreferenceDataConfig) and config.shared_prompt is True and not share_prompts:
             raise ValueError(
-                "data.shared_prompt=true, but this recipe computes the prompt once per completion. Leave the setting out, or "
-                "edit the recipe: pass share_prompts=shares_prompts(cfg) to prepare_batches, and the batch's prefixes to "
-                "the model."
+                "data.shared_prompt=true, but this recipe computes the prompt once per completion. Leave the setting "
+                "out, or edit the recipe: pass share_prompts=shares_prompts(cfg) to prepare_batches, and the batch's "
+                "prefixes to the model."
             )
 
     def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:

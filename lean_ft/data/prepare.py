@@ -1,7 +1,7 @@
 """Data preparation: read and tokenize sources, split off held-out rows, apply source weights, and build batches.
 
-Documents and packings are cached (`lean_ft.data.keys`). A chat template that writes the current date keeps the date of the first
-start, so a run resumed the next day sees the same rows.
+Documents and packings are cached (`lean_ft.data.keys`). A chat template that writes the current date keeps the date of
+the first start, so a run resumed the next day sees the same rows.
 
 A Hugging Face dataset is identified by the content of its files in the `datasets` cache. A streamed dataset has no
 files: it is read again at each start, and its documents are stored on disk for that run only.
@@ -162,8 +162,8 @@ class Preparation:
             writer.about["report"] = asdict(parts.report)
             if content is not None and sources.content(self.folder) != content:
                 raise ValueError(
-                    f"a file of {source} changed while it was read. Start again when it is complete. Your own function in "
-                    "data.format must return the same for the same row."
+                    f"a file of {source} changed while it was read. Start again when it is complete. Your own function "
+                    "in data.format must return the same for the same row."
                 )
 
         def load() -> tuple[Columns, DataReport]:
@@ -200,7 +200,8 @@ class Preparation:
         return whole if is_whole else whole.select(rows, whole.report, part), held_out
 
     def arranged(self, prepared: Prepared) -> Arrangement:
-        """Arrange documents in rows. Report the packing's efficiency, what kinds of columns count, and texts beyond the context.
+        """Arrange documents in rows. Report the packing's efficiency, what kinds of columns count, and texts beyond the
+        context.
 
         Packings and shared prompt lengths are cached. Raises ValueError as `check_context` does.
         """
@@ -302,8 +303,9 @@ def check_context(arrangement: Arrangement, report: DataReport, config: DataConf
     if config.overflow == "raise":
         raise ValueError(
             f"{number:,} {'sequences are' if number > 1 else 'sequence is'} longer than the model's context of "
-            f"{context_length:,} tokens (max_position_embeddings in its config.json), the longest {lengths.max():,}. Set "
-            f"data.max_length={context_length} to see which rows, and data.overflow=truncate or data.overflow=drop to train anyway."
+            f"{context_length:,} tokens (max_position_embeddings in its config.json), the longest {lengths.max():,}. "
+            f"Set data.max_length={context_length} to see which rows, and data.overflow=truncate or data.overflow=drop "
+            "to train anyway."
         )
 
 

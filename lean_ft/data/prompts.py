@@ -102,9 +102,9 @@ def prompt_rows(
 ) -> tuple[Prompts, list[Prompt] | None]:
     """Return the prompts of `config.source`, and the held-out prompts, if any.
 
-    tools: returns JSON schemas of functions, which the chat template writes into each prompt. Held-out prompts come from
-    `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError with the place for unreadable files and
-    rows, and if no prompt is left.
+    tools: returns JSON schemas of functions, which the chat template writes into each prompt. Held-out prompts come
+    from `validation_source`, or are a `validation_fraction` drawn with `seed`. Raises ValueError with the place for
+    unreadable files and rows, and if no prompt is left.
     """
 
     def instead() -> tuple[Prompts, None]:
@@ -186,8 +186,9 @@ class PromptReader(RowReader):
             fields |= {ours: row.fields[theirs] for ours, theirs in columns.items()}
             if taken := sorted(TAKEN_NAMES.intersection(fields)):
                 raise ValueError(
-                    f"the rows have the column `{taken[0]}`, and reward functions and environments get another value under this name. "
-                    f"Rename the column in the data, or set data.columns.my_{taken[0]}={columns.get(taken[0], taken[0])}."
+                    f"the rows have the column `{taken[0]}`, and reward functions and environments get another value "
+                    "under this name. Rename the column in the data, or set "
+                    f"data.columns.my_{taken[0]}={columns.get(taken[0], taken[0])}."
                 )
             asked = parse_if_json(fields.pop("prompt", None), "prompt")
             if asked is None and "messages" in fields:
@@ -196,7 +197,8 @@ class PromptReader(RowReader):
                     fields.setdefault("answer", asked.pop()["content"])
             if asked is None or asked == []:
                 raise ValueError(
-                    f"the row has {names_of(row.fields)}; expected `prompt` (a text or messages) or `messages`. {RENAME}"
+                    f"the row has {names_of(row.fields)}; expected `prompt` (a text or messages) or `messages`. "
+                    f"{RENAME}"
                 )
             return asked, fields
 

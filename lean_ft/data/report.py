@@ -81,7 +81,8 @@ class DataReport:
     with_images: int = 0
     """Rows that show an image."""
     unseen: dict[str, int] = field(default_factory=dict)
-    """Number of rows without an image that have a field which looks like images, by name; counted if the run reads images."""
+    """Number of rows without an image that have a field which looks like images, by name; counted if the run reads
+    images."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
     bad_rows: int = 0
@@ -121,8 +122,8 @@ class DataReport:
             counted(number, unit) + text for name, (unit, text) in ANSWERS.items() if (number := getattr(self, name))
         ]
         parts += [
-            f"without a chat template: {count:,} prompts and completions joined by {repr(between) if between else 'nothing'} "
-            "(data.separator)"
+            f"without a chat template: {count:,} prompts and completions joined by "
+            f"{repr(between) if between else 'nothing'} (data.separator)"
             for between, count in self.joined.items()
         ]
         for what, names in (("fields not read", [*self.unread]), ("columns for rewards", [*self.columns])):
@@ -183,8 +184,8 @@ class DataReport:
         """
         if config.overflow == "raise":
             raise ValueError(
-                f"{place}: {length:,} tokens, more than data.max_length={config.max_length:,}. Raise data.max_length, or set "
-                "data.overflow=truncate or data.overflow=drop."
+                f"{place}: {length:,} tokens, more than data.max_length={config.max_length:,}. Raise data.max_length, "
+                "or set data.overflow=truncate or data.overflow=drop."
             )
         if config.overflow == "drop":
             self.drop("longer than max_length")
@@ -212,7 +213,8 @@ class DataReport:
             )
 
     def check_images(self) -> None:
-        """Raise ValueError if no row shows an image, but rows have images in other fields or places for images in their texts."""
+        """Raise ValueError if no row shows an image, but rows have images in other fields or places for images in their
+        texts."""
         marked = self.unread.get(MARK_IN_TEXT, 0)
         if self.with_images or self.bad_images or not (self.unseen or marked):
             return

@@ -80,8 +80,8 @@ class SFTReader(RowReader):
             others = [i for i in chat.untrained if chat.messages[i]["role"] != "assistant"]
             if others:
                 raise ValueError(
-                    f"message {others[0] + 1} has the role {chat.messages[others[0]]['role']}, but `train` or `weight` excludes it "
-                    "from training; with data.train_on=all, only assistant messages can be excluded."
+                    f"message {others[0] + 1} has the role {chat.messages[others[0]]['role']}, but `train` or `weight` "
+                    "excludes it from training; with data.train_on=all, only assistant messages can be excluded."
                 )
         return self.render(chat, fields, self.config.train_on)
 
@@ -90,8 +90,8 @@ def read_token_row(fields: dict[str, Any], vocab_size: int) -> Document:
     """Return the ids in `input_ids`, trained where `labels` equal them, or everywhere without `labels`.
 
     Labels follow Hugging Face: not shifted, -100 where nothing is trained. Positions at either end with
-    `attention_mask` 0 are padding and are removed. `MASKS` also exclude tokens from training. Raises ValueError for other
-    labels, masks with zeros in the middle, ids outside the vocabulary, or a row of several documents.
+    `attention_mask` 0 are padding and are removed. `MASKS` also exclude tokens from training. Raises ValueError for
+    other labels, masks with zeros in the middle, ids outside the vocabulary, or a row of several documents.
     """
     arrays = {name: _integers(value, name) for name, value in fields.items() if name != "seq_lengths"}
     ids = arrays["input_ids"]

@@ -60,8 +60,8 @@ class RowSources:
     def rows(self, digest: Digest | None = None) -> Iterator[Row]:
         """Yield the rows of each source in order; update `digest` with all content read.
 
-        An unreadable row has a `problem`. Raises ValueError with the name and the reason for a source that is missing, empty
-        or cannot be read to its end.
+        An unreadable row has a `problem`. Raises ValueError with the name and the reason for a source that is missing,
+        empty or cannot be read to its end.
         """
         self._check_streaming()
         for number, source in enumerate(self.sources):
@@ -88,8 +88,8 @@ class RowSources:
     def content(self, folder: Path) -> str | None:
         """Hash of the content of the files, in order; None if a part of the sources is not stored in files.
 
-        folder: of the cache, where the hashes of files are stored. The hash includes file suffixes, which determine how CSV is
-        read, and the results of a function from Python. Raises ValueError if a file does not exist.
+        folder: of the cache, where the hashes of files are stored. The hash includes file suffixes, which determine how
+        CSV is read, and the results of a function from Python. Raises ValueError if a file does not exist.
         """
         parts: list[Any] = []
         for one in self.sources:
@@ -134,8 +134,8 @@ def source_files(source: str) -> list[Path] | None:
         endings = Counter(ending[0] for name in inside if (ending := re.search(_DATA_FILE, name)))
         most_common = endings.most_common(1)[0][0] if endings else ".jsonl"
         raise ValueError(
-            f"data source {source} is a folder (it has {found}); expected {EXPECTED}. To read all files of one kind, pass a "
-            f"glob: {source.rstrip('/')}/*{most_common}"
+            f"data source {source} is a folder (it has {found}); expected {EXPECTED}. To read all files of one kind, "
+            f"pass a glob: {source.rstrip('/')}/*{most_common}"
         )
     if any(sign in source for sign in "*?["):
         files = [Path(found) for found in sorted(glob.glob(str(path), recursive=True)) if Path(found).is_file()]
@@ -175,8 +175,8 @@ def _read_source(source: DataSource, digest: Digest | None, *, streaming: bool) 
 
 
 def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> Iterator[Row]:
-    """Apply the user's function to each row. It returns fields, a text, messages, or None to skip the row. Update `digest` with
-    the results."""
+    """Apply the user's function to each row. It returns fields, a text, messages, or None to skip the row. Update
+    `digest` with the results."""
     with slow_calls_reported(f"data.format={name}") as began:
         convert, caller = load_function(name), Caller(f"data.format={name}")
         began[0] = math.inf

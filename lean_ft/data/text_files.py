@@ -36,8 +36,8 @@ _JSON_ROWS = re.compile(rb'\s*(\[\s*)?\{\s*"')
 def read_text_file(path: Path, digest: Digest | None) -> Iterator[Row]:
     """Yield the rows of a JSONL, JSON, CSV, TSV or text file in order; update `digest` with the decompressed bytes.
 
-    Empty lines are skipped. A text file is one row with the field `text`, which an empty file lacks. Raises ValueError if
-    another file is empty, or a file cannot be read to its end.
+    Empty lines are skipped. A text file is one row with the field `text`, which an empty file lacks. Raises ValueError
+    if another file is empty, or a file cannot be read to its end.
     """
     start = _start(path)
     ending = next((e.lower() for e in reversed(path.suffixes) if e.lower() not in (".gz", ".zst", ".zstd")), "")
@@ -252,8 +252,8 @@ class _Archive(io.RawIOBase):
                 self._num_made += len(self._waiting)
                 if self._num_made > max(EXPANDED_BYTES, MAX_EXPANSION * self._num_read):
                     raise ValueError(
-                        f"{self._file.name} expands to more than {MAX_EXPANSION} times its size, which text does not do. "
-                        "If the file is correct, decompress it first."
+                        f"{self._file.name} expands to more than {MAX_EXPANSION} times its size, which text does not "
+                        "do. If the file is correct, decompress it first."
                     )
         except self._error as error:
             raise ValueError(

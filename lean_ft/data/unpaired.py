@@ -39,8 +39,8 @@ class UnpairedReader(PairReader):
         **PairReader.known,
     }
     expected: ClassVar[str] = (
-        "trains on completions labeled desirable or undesirable; expected the fields `prompt`, `completion` and `label`, or "
-        "`chosen` and `rejected`. If the columns have other names, set data.columns."
+        "trains on completions labeled desirable or undesirable; expected the fields `prompt`, `completion` and "
+        "`label`, or `chosen` and `rejected`. If the columns have other names, set data.columns."
     )
 
     def passages(self, row: Row) -> list[Passage | Document]:
@@ -68,8 +68,8 @@ class UnpairedReader(PairReader):
             label = label.strip().lower() if isinstance(label, str) else label
             if not isinstance(label, bool | int | float | str) or label not in LABELS:
                 raise ValueError(
-                    f"`label` is {kind(label)} ({fields['label']!r:.40}); expected true (1) for a desirable or false (0) for an "
-                    "undesirable completion."
+                    f"`label` is {kind(label)} ({fields['label']!r:.40}); expected true (1) for a desirable or false "
+                    "(0) for an undesirable completion."
                 )
             return [float(LABELS[label])]
 

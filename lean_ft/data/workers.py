@@ -75,7 +75,8 @@ def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], 
 
 @dataclass(frozen=True)
 class FromFiles:
-    """A function with classes of user code, such as a recipe's file, which another process runs before it reads the function."""
+    """A function with classes of user code, such as a recipe's file, which another process runs before it reads the
+    function."""
 
     files: dict[str, str]
     """Module -> its file."""

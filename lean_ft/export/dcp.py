@@ -3,9 +3,9 @@
     .metadata, __0_0.distcp; and config.json, generation_config.json, tokenizer files, which DCP ignores
 
 Tensors have the names of the Hugging Face folder, including a tied output layer, so
-`torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=...)` fills a transformers model that is sharded over any
-number of ranks. `.metadata` is a pickle, so load such a folder only if you trust its author. A run's own checkpoints use
-another format for this reason.
+`torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=...)` fills a transformers model that is sharded
+over any number of ranks. `.metadata` is a pickle, so load such a folder only if you trust its author. A run's own
+checkpoints use another format for this reason.
 """
 
 import warnings

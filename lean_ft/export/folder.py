@@ -2,7 +2,8 @@
 
     config.json, generation_config.json, model*.safetensors [+ index], tokenizer files, chat template
 
-The folder is written under a temporary name, read back, and its logits are compared with the source's; then it is renamed.
+The folder is written under a temporary name, read back, and its logits are compared with the source's; then it is
+renamed.
 Only one model is in memory at a time: the source is freed before the copy is read.
 """
 
@@ -54,14 +55,15 @@ def export_folder(
 ) -> Exported:
     """Write the model of a checkpoint, run directory or model folder to the new folder `destination`.
 
-    `merge`: the source is an adapter; write the model `base` (default: the one that the adapter names) with the adapter merged
-    into its weights. `keep_vision`: the source is the language model of a model that also reads images; write the whole model,
-    which is `base` or the folder that the run started from, with these weights.
+    `merge`: the source is an adapter; write the model `base` (default: the one that the adapter names) with the adapter
+    merged
+    into its weights. `keep_vision`: the source is the language model of a model that also reads images; write the whole
+    model, which is `base` or the folder that the run started from, with these weights.
 
-    Weights are in `dtype` (bfloat16, float16 or float32; default: as stored), in files of at most `max_shard_size`. Needs
-    memory for one model in `dtype`. Raises ValueError if the source is missing or damaged, the destination exists, or a weight
-    is too large for the dtype; OSError if the disk is full; RuntimeError if the copy computes other logits. After an error,
-    nothing is left behind.
+    Weights are in `dtype` (bfloat16, float16 or float32; default: as stored), in files of at most `max_shard_size`.
+    Needs memory for one model in `dtype`. Raises ValueError if the source is missing or damaged, the destination
+    exists, or a weight is too large for the dtype; OSError if the disk is full; RuntimeError if the copy computes other
+    logits. After an error, nothing is left behind.
     """
     max_shard_bytes = parse_bytes(max_shard_size, "--max-shard-size")
     wanted_dtype = None if dtype is None else torch_dtype(dtype)
@@ -78,8 +80,8 @@ def export_folder(
     expected = _logits(model)
     if not expected.isfinite().all():
         raise ValueError(
-            f"the logits of {folder} are not finite in {wanted}. The model is broken, or its activations are too large for "
-            "this dtype: export it as bfloat16 or float32."
+            f"the logits of {folder} are not finite in {wanted}. The model is broken, or its activations are too large "
+            "for this dtype: export it as bfloat16 or float32."
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     needed_bytes, whole = checkpoint_bytes(model, 0, tokenizer), model.source.folder if keep_vision else None
@@ -126,8 +128,8 @@ def merge(
 def export_adapter(source: str | Path, destination: str | Path, force: bool = False) -> Path:
     """Copy the adapter of a run, a checkpoint or a folder, with its tokenizer, to the new folder `destination`.
 
-    Returns the source folder. Raises ValueError if the source has no adapter or is damaged, or the destination exists; OSError
-    if the disk is full. After an error, nothing is left behind.
+    Returns the source folder. Raises ValueError if the source has no adapter or is damaged, or the destination exists;
+    OSError if the disk is full. After an error, nothing is left behind.
     """
     folder, destination = find_finished(source), Path(destination).expanduser()
     if not is_adapter(folder):
@@ -145,8 +147,8 @@ def export_adapter(source: str | Path, destination: str | Path, force: bool = Fa
 
 
 def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -> Source:
-    """The source of the multimodal folder that the language model in `folder` was taken from: `base`, or the folder that its run
-    started from.
+    """The source of the multimodal folder that the language model in `folder` was taken from: `base`, or the folder
+    that its run started from.
 
     Raises ValueError if that is unknown, or if the model there does not read images.
     """
@@ -160,16 +162,17 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
     source = load_model(whole, "meta", scores=stored_labels(whole)).source
     if not source.part_of:
         raise ValueError(
-            f"{source.folder} is not a model that reads images (its model_type is {source.config.get('model_type')!r}): leave "
-            "out --keep-vision, or give the folder that the language model was taken from with --base."
+            f"{source.folder} is not a model that reads images (its model_type is "
+            f"{source.config.get('model_type')!r}): leave out --keep-vision, or give the folder that the language "
+            "model was taken from with --base."
         )
     return replace(source, generation_config=model.source.generation_config, end_ids=model.source.end_ids)
 
 
 @torch.inference_mode()
 def _logits(model: Decoder) -> torch.Tensor:
-    """Return logits (1, T, V) in float32, for ids spread over the vocabulary, of which the first shows an image if the model
-    reads images."""
+    """Return logits (1, T, V) in float32, for ids spread over the vocabulary, of which the first shows an image if the
+    model reads images."""
     num_positions = min(_NUM_POSITIONS, model.config.max_positions)
     ids = torch.arange(num_positions) * 7919 % model.config.vocab_size
     images, first = None, torch.zeros(1, dtype=torch.int64)
@@ -183,7 +186,7 @@ def _compare(expected: torch.Tensor, logits: torch.Tensor, dtype: torch.dtype) -
     allowed = _TOLERANCE_ROUNDINGS * torch.finfo(dtype).eps * expected.abs().max().item()
     if not difference <= allowed:  # also for NaN
         raise RuntimeError(
-            f"the exported model's logits differ from the source's by up to {difference:g}; rounding to {dtype} explains at most "
-            f"{allowed:g}. Nothing was kept. Disk or memory may be failing."
+            f"the exported model's logits differ from the source's by up to {difference:g}; rounding to {dtype} "
+            f"explains at most {allowed:g}. Nothing was kept. Disk or memory may be failing."
         )
     return difference

@@ -2,10 +2,10 @@
 
 Tensors are written one at a time, so the peak memory is the model plus twice its largest tensor.
 
-llama.cpp applies an adapter to a GGUF file of the base model (`llama-cli --lora`). It computes W x + alpha / R * B (A x) for each
-pair of tensors, which are named after W in the base's file. B has the rows of W, so `layout_of` has the name and the order of
-the rows. If the rows of W are stored as several tensors, each has the same A. A file has one alpha, so B is multiplied in layers
-with another scaling (rank-stabilized LoRA, or alpha by layer).
+llama.cpp applies an adapter to a GGUF file of the base model (`llama-cli --lora`). It computes W x + alpha / R * B (A
+x) for each pair of tensors, which are named after W in the base's file. B has the rows of W, so `layout_of` has the
+name and the order of the rows. If the rows of W are stored as several tensors, each has the same A. A file has one
+alpha, so B is multiplied in layers with another scaling (rank-stabilized LoRA, or alpha by layer).
 
 Source: llama.cpp, convert_lora_to_gguf.py and src/llama-adapter.cpp.
 
@@ -69,8 +69,8 @@ def export_gguf(
 
     `kind` is one of `GGUF_KINDS`; `merge` and `base` are as in `export_folder`. `ollama` also writes a Modelfile.
 
-    Raises ValueError if the source is missing or damaged, the destination exists, llama.cpp would compute the model or its
-    tokenizer differently, or the `gguf` package is missing; OSError if the disk is full.
+    Raises ValueError if the source is missing or damaged, the destination exists, llama.cpp would compute the model or
+    its tokenizer differently, or the `gguf` package is missing; OSError if the disk is full.
     """
     gguf_package()
     if kind not in GGUF_KINDS:
@@ -116,9 +116,15 @@ def _differences(model: Decoder, metadata: Mapping[str, Any]) -> str:
     """Lines on what llama.cpp computes differently."""
     details = ""
     if (rule := metadata["tokenizer.ggml.pre"]) in APPROXIMATED:
-        details += f"\nllama.cpp's splitting rule {rule} differs from this tokenizer's {APPROXIMATED[rule]}, so ids may differ there."
+        details += (
+            f"\nllama.cpp's splitting rule {rule} differs from this tokenizer's {APPROXIMATED[rule]}, so ids may "
+            "differ there."
+        )
     if not ropes(model.config)[0].truncate:
-        details += "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities differ slightly."
+        details += (
+            "\nllama.cpp rounds the bounds of yarn's frequencies and this model does not, so its log-probabilities "
+            "differ slightly."
+        )
     if model.config.activation == "gelu":
         details += (
             "\nllama.cpp computes GELU with tanh and this model does not, so its log-probabilities differ slightly."
@@ -133,7 +139,8 @@ def export_gguf_adapter(
 ) -> Exported:
     """Write the adapter of a run, a checkpoint or a folder to the GGUF file `destination`.
 
-    `kind` is f32, f16 or bf16. `base` replaces the base model that the adapter names. The base's weights are not read. Raises ValueError if the source has no adapter or is damaged, the destination exists, or llama.cpp cannot apply the
+    `kind` is f32, f16 or bf16. `base` replaces the base model that the adapter names. The base's weights are not read.
+    Raises ValueError if the source has no adapter or is damaged, the destination exists, or llama.cpp cannot apply the
     adapter; OSError if the disk is full.
     """
     gguf_package()
@@ -195,8 +202,9 @@ def _remark_about_images(model: Decoder, folder: Path, kind: str) -> str:
     if model.source.part_of or not (name := whole_before(folder)):
         return remark_about_images(model)
     return (
-        f"\nThe run trained the language model of {name} alone, and the file is for text alone. To read images, export the whole model, "
-        f"and then that folder: leanft export {quote(str(folder))} FOLDER --keep-vision && leanft export FOLDER FILE --gguf {kind}"
+        f"\nThe run trained the language model of {name} alone, and the file is for text alone. To read images, export "
+        f"the whole model, and then that folder: leanft export {quote(str(folder))} FOLDER --keep-vision && leanft "
+        f"export FOLDER FILE --gguf {kind}"
     )
 
 

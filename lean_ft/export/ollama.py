@@ -1,9 +1,9 @@
 """Write a Modelfile, from which Ollama makes a model of a GGUF file: `ollama create NAME -f Modelfile`.
 
-A model's chat template is a Jinja program, and Ollama's TEMPLATE is a program in Go's template language. Most chat templates
-write fixed texts around each message. `chat_format` finds these texts in rendered chats, and checks that they give the same text
-as the chat template for other chats. Tools and reasoning are left out. A template that writes today's date gets the date of the
-export.
+A model's chat template is a Jinja program, and Ollama's TEMPLATE is a program in Go's template language. Most chat
+templates write fixed texts around each message. `chat_format` finds these texts in rendered chats, and checks that they
+give the same text as the chat template for other chats. Tools and reasoning are left out. A template that writes
+today's date gets the date of the export.
 
 Source: Ollama, docs/modelfile.mdx, parser/parser.go and template/template.go.
 """
@@ -57,17 +57,24 @@ class ChatFormat(NamedTuple):
         of_system = ""
         if self.in_user and self.system:
             block = "{{ $system }}".join(self.system)
-            user = f'{self.user[0]}{{{{ if $system }}}}{block}{{{{ $system = "" }}}}{{{{ end }}}}{{{{ .Content }}}}{self.user[1]}'
+            user = (
+                f'{self.user[0]}{{{{ if $system }}}}{block}{{{{ $system = "" }}}}{{{{ end }}}}{{{{ .Content '
+                f"}}}}{self.user[1]}"
+            )
             start = f"{{{{ $system := .System }}}}{start}"
         elif self.system:
             of_system = f'{{{{ else if eq .Role "system" }}}}{"{{ .Content }}".join(self.system)}'
             start = start and f"{{{{ if not .System }}}}{start}{{{{ end }}}}"
-        of_roles = f'{{{{ if eq .Role "user" }}}}{user}{{{{ else if eq .Role "assistant" }}}}{assistant}{of_system}{{{{ end }}}}'
+        of_roles = (
+            f'{{{{ if eq .Role "user" }}}}{user}{{{{ else if eq .Role "assistant" }}}}{assistant}{of_system}{{{{ end '
+            f"}}}}"
+        )
         return f"{start}{{{{ range .Messages }}}}{of_roles}{{{{ end }}}}{self.prompt}"
 
 
 def modelfile(model: Decoder, tokenizer: Tokenizer, gguf_name: str) -> str:
-    """Return the Modelfile for a GGUF file in its folder. Raises ValueError if the chat template cannot be converted."""
+    """Return the Modelfile for a GGUF file in its folder. Raises ValueError if the chat template cannot be
+    converted."""
     settings: dict[str, Any] = json.loads(model.source.generation_config or b"{}")
     lines, stops = [f"FROM ./{gguf_name}"], list[str]()
     if tokenizer.chat_template is None:
@@ -86,8 +93,8 @@ def modelfile(model: Decoder, tokenizer: Tokenizer, gguf_name: str) -> str:
     stops = [stop for stop in dict.fromkeys(stops) if stop]
     if bad := next((stop for stop in stops if '"' in stop or not _is_writable(stop)), None):
         raise ValueError(
-            f"{tokenizer.folder}: --ollama cannot write {bad!r}, which ends an answer, into a Modelfile. Export without --ollama, "
-            "and write a Modelfile by hand."
+            f"{tokenizer.folder}: --ollama cannot write {bad!r}, which ends an answer, into a Modelfile. Export "
+            "without --ollama, and write a Modelfile by hand."
         )
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
     for name, parameter in _PARAMETERS.items():
@@ -121,8 +128,8 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
                     raise ValueError("a chat has other texts around its messages than the chats before")
     except ValueError as error:
         raise ValueError(
-            f"{tokenizer.folder}: --ollama cannot convert the chat template, which must write fixed texts around each message: "
-            f"{error}. Export without --ollama, and write a Modelfile by hand."
+            f"{tokenizer.folder}: --ollama cannot convert the chat template, which must write fixed texts around each "
+            f"message: {error}. Export without --ollama, and write a Modelfile by hand."
         ) from None
     return chat
 

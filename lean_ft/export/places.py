@@ -59,8 +59,8 @@ def read_source(
 ) -> tuple[Decoder, Tokenizer | None, MergeReport | None]:
     """Read the model in `folder`, or with `merge` the model `base` (default: the adapter's) with the folder's adapter.
 
-    Weights are in `dtype` (default: as stored); `images` is as in `load_model`. Raises ValueError for an adapter without `merge`, a model with `merge`, and
-    weights that are not finite.
+    Weights are in `dtype` (default: as stored); `images` is as in `load_model`. Raises ValueError for an adapter
+    without `merge`, a model with `merge`, and weights that are not finite.
     """
     if is_adapter(folder) and not merge:
         raise ValueError(
@@ -87,7 +87,8 @@ def read_source(
 
 
 def sentences_not_in_files(folder: Path) -> list[str]:
-    """Return sentences about settings of a checkpoint's run that shaped the model's input and that no file of an export holds."""
+    """Return sentences about settings of a checkpoint's run that shaped the model's input and that no file of an export
+    holds."""
     settings, rules = settings_of_run(folder), None
     if settings.get("data.image_tokens") is not None:
         with suppress(ValueError):  # the base of an adapter is not here
@@ -112,14 +113,15 @@ def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a fo
     """Return a remark for a `file` that has no vision tower. Raises ValueError if the run trained the tower."""
     if (images := images_of_run(folder)) == "train":
         raise ValueError(
-            f"{folder} has a vision tower that was trained, and {file} has the language model alone, which was trained with that "
-            f"tower. {remedy}"
+            f"{folder} has a vision tower that was trained, and {file} has the language model alone, which was trained "
+            f"with that tower. {remedy}"
         )
     return "" if images == "none" else f"\n{file} has the language model alone, without its vision tower."
 
 
 def whole_before(folder: Path) -> str:
-    """Return the model_type of the multimodal folder whose language model a run trained; "" if this machine has none."""
+    """Return the model_type of the multimodal folder whose language model a run trained; "" if this machine has
+    none."""
     base = settings_of_run(folder).get("model.path")
     name = read_json(Path(base).expanduser() / "config.json").get("model_type") if isinstance(base, str) else None
     return name if name in MULTIMODAL and name != read_json(folder / "config.json").get("model_type") else ""
@@ -141,8 +143,9 @@ def _check_finite(model: Decoder, folder: Path) -> None:
         if not (lowest.isfinite() and highest.isfinite()):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{folder}: {name} has a value above {torch.finfo(parameter.dtype).max:g}, which {dtype} cannot hold, or that "
-                "is not finite in the source. Export it as bfloat16 or float32. If that fails too, the source is broken."
+                f"{folder}: {name} has a value above {torch.finfo(parameter.dtype).max:g}, which {dtype} cannot hold, "
+                "or that is not finite in the source. Export it as bfloat16 or float32. If that fails too, the source "
+                "is broken."
             )
 
 
@@ -164,8 +167,8 @@ def check_destination(destination: Path, source: Path, force: bool) -> None:
         other = sorted(entry.name for entry in destination.iterdir() if not _is_model_file(entry))
         if other:
             raise ValueError(
-                f"{destination} has files that no export writes ({', '.join(other[:3])}), so --force does not replace it. "
-                "Choose a new folder."
+                f"{destination} has files that no export writes ({', '.join(other[:3])}), so --force does not replace "
+                "it. Choose a new folder."
             )
     elif destination.exists() and destination.suffix != ".gguf":
         raise ValueError(f"{destination} is a file; expected the name of a new folder.")
@@ -194,5 +197,6 @@ def room_for(needed_bytes: int, destination: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(
-            f"the disk of {destination.parent} became full during the export, which needs {needed}. Nothing was kept. {remedy}"
+            f"the disk of {destination.parent} became full during the export, which needs {needed}. Nothing was kept. "
+            f"{remedy}"
         ) from None

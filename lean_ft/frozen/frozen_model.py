@@ -21,11 +21,11 @@ def load_frozen(
     link: HostLink | None = None,
     **options: Unpack[LoadKeywords],
 ) -> Decoder:
-    """Return a model without gradients for a run with the settings `cfg`; a `link` streams its layers from host memory. `options`
-    are those of `load_model`.
+    """Return a model without gradients for a run with the settings `cfg`; a `link` streams its layers from host memory.
+    `options` are those of `load_model`.
 
-    The model is sharded over the ranks like the one that trains, unless it is quantized or streamed; then each rank has all of it.
-    Raises as `load_model` does.
+    The model is sharded over the ranks like the one that trains, unless it is quantized or streamed; then each rank has
+    all of it. Raises as `load_model` does.
     """
     is_cut_first = ranks.size > 1 and options.get("quantize") is None and link is None
     first = "cpu" if link is not None else "meta" if is_cut_first else device

@@ -99,8 +99,8 @@ def load_policy_reference(
 ) -> Callable[[PolicyBatch], Tensor] | None:
     """Return a function that computes the reference's log-probabilities of sampled tokens, (B, A), without gradients.
 
-    Return None if the recipe's loss does not use a reference. `auto` means adapter_off with an adapter, else a second model:
-    completions are new in every round, so caching does not help.
+    Return None if the recipe's loss does not use a reference. `auto` means adapter_off with an adapter, else a second
+    model: completions are new in every round, so caching does not help.
     """
     kind, why = choose_kind(cfg)
     if kind == "none":
@@ -223,8 +223,8 @@ def _filled(
         kept[~is_missing] = values[~is_missing]
     say(
         "reference",
-        f"computed log-probabilities of {num_computed:,} of {num_pairs:,} {'mismatched and other ' * loss.needs_mismatched}"
-        f"{objective.unit}; the others are cached or not needed",
+        f"computed log-probabilities of {num_computed:,} of {num_pairs:,} "
+        f"{'mismatched and other ' * loss.needs_mismatched}{objective.unit}; the others are cached or not needed",
     )
     return values.masked_fill(is_missing, math.nan)
 

@@ -47,9 +47,9 @@ def set_padding_apart(model: Decoder, tokenizer: Tokenizer, *batches: Batches | 
             f" such as {kept_apart[0]}" if kept_apart else f" of {', '.join(sorted(tokenizer.control_tokens))[:200]}"
         )
         raise ValueError(
-            f"the tokenizer's pad token {names.get(pad_id, pad_id)!r} also ends sequences. Programs that open the model "
-            "find the end of a padded row by this token, so they would read the score one token too early. Set pad_token to a "
-            f"control token that never ends a sequence,{advice}."
+            f"the tokenizer's pad token {names.get(pad_id, pad_id)!r} also ends sequences. Programs that open the "
+            "model find the end of a padded row by this token, so they would read the score one token too early. Set "
+            f"pad_token to a control token that never ends a sequence,{advice}."
         )
     model.source.config["pad_token_id"] = pad_id
 

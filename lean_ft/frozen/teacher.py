@@ -91,8 +91,8 @@ def check_cached(distill: DistillConfig) -> dict[str, Any]:
     if about["temperature"] != distill.temperature:
         raise ValueError(
             f"distill.cached={distill.cached} has probabilities at temperature {about['temperature']:g}, but "
-            f"distill.temperature is {distill.temperature:g}. The cache cannot be converted, because it has only the most "
-            f"likely tokens. Set distill.temperature={about['temperature']:g}, or run leanft score again."
+            f"distill.temperature is {distill.temperature:g}. The cache cannot be converted, because it has only the "
+            f"most likely tokens. Set distill.temperature={about['temperature']:g}, or run leanft score again."
         )
     return about
 

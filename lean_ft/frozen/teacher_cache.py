@@ -60,7 +60,8 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
         raise ValueError(f"{cfg.destination} already exists. Choose another destination, or delete it.")
     if cfg.model.new_tokens:
         raise ValueError(
-            "model.new_tokens adds tokens that a run trains, and a teacher has no predictions for them. Remove the setting."
+            "model.new_tokens adds tokens that a run trains, and a teacher has no predictions for them. Remove the "
+            "setting."
         )
     device = resolve_device(cfg.device)
     check_dtype(cfg.model.dtype, device)
@@ -145,9 +146,9 @@ class TeacherCache:
         self.num_documents = len(digests)
         if num_missing := int((kept[place] != digests).sum()):
             raise ValueError(
-                f"distill.cached={folder} lacks {num_missing:,} of this run's {len(digests):,} documents: the rows, their "
-                f"truncation or their rendering differ.{_differences(self.about['data'], data)} Run leanft score with this "
-                "run's rows, including the held-out rows, and the same `data.*` settings."
+                f"distill.cached={folder} lacks {num_missing:,} of this run's {len(digests):,} documents: the rows, "
+                f"their truncation or their rendering differ.{_differences(self.about['data'], data)} Run leanft score "
+                "with this run's rows, including the held-out rows, and the same `data.*` settings."
             )
         self._counts = counts[place]
         self._starts = (np.cumsum(counts) - counts)[place]
@@ -170,7 +171,8 @@ class TeacherCache:
 
 
 def _arrays(folder: Path, arrays: dict[str, Any], about: dict[str, Any]) -> tuple[np.ndarray, ...]:
-    """Log-probabilities (N, k + 1), ids (N, k), digests (M,) and numbers of targets (M,). Raise ValueError unless they fit."""
+    """Log-probabilities (N, k + 1), ids (N, k), digests (M,) and numbers of targets (M,). Raise ValueError unless they
+    fit."""
     names = ("log_probs", "ids", "digests", "num_targets")
     log_probs, ids, digests, counts = (arrays.get(name, np.empty(0)) for name in names)
     num_targets = int(counts.sum()) if counts.dtype.kind in "iu" and (counts >= 0).all() else -1
@@ -193,8 +195,8 @@ def read_about(folder: Path) -> dict[str, Any]:
     if are_right and all(isinstance(text, str) for text in texts):
         return about
     raise ValueError(
-        f"distill.cached={folder} is not a folder of a teacher's predictions. Write one: leanft score MODEL FILE {quote(str(folder))} "
-        "--top-k 64"
+        f"distill.cached={folder} is not a folder of a teacher's predictions. Write one: leanft score MODEL FILE "
+        f"{quote(str(folder))} --top-k 64"
     )
 
 

@@ -18,9 +18,10 @@ from lean_ft.tools import Call, Tools, ToolTurns
 class CallingTurn:
     """A turn whose tokens are being sampled. `content` yields its text; afterwards it has `calls` and `tool_calls`.
 
-    Without `schemas`, it is text alone. forced: the name of a function that the turn must call, or an empty text for any
-    function. The turn then starts with the tokens `begun`, which the caller appends to the prompt. Raises ValueError for a
-    chat template that writes no tools, and for a forced call whose beginning the template does not show.
+    Without `schemas`, it is text alone. forced: the name of a function that the turn must call, or an empty text for
+    any function. The turn then starts with the tokens `begun`, which the caller appends to the prompt. Raises
+    ValueError for a chat template that writes no tools, and for a forced call whose beginning the template does not
+    show.
     """
 
     def __init__(
@@ -35,14 +36,16 @@ class CallingTurn:
         self.begun = list[int]()
         self.calls = list[Call]()
         self.tool_calls = list[dict[str, Any]]()
-        """The calls in OpenAI's form. A turn with a malformed call is text, and has none; `parallel`: also more than one."""
+        """The calls in OpenAI's form. A turn with a malformed call is text, and has none; `parallel`: also more than
+        one."""
         self._tokenizer, self._parallel = tokenizer, parallel
         if self._turns and forced is not None:
             self.begun = self._turns.begin(forced)
         self._ids = list(self.begun)
 
     def content(self, tokens: Iterable[int | None], stop_texts: Sequence[str] = ()) -> Iterator[str]:
-        """Yield the turn's text as `text_of` does. What may be a call waits for the turn's end, and so do spaces before it."""
+        """Yield the turn's text as `text_of` does. What may be a call waits for the turn's end, and so do spaces before
+        it."""
         if self._turns is None:
             yield from text_of(self._tokenizer, tokens, stop_texts)
             return
@@ -82,7 +85,8 @@ def converse(
     most_turns: int,
     **sampling: Any,
 ) -> Iterator[str]:
-    """Yield the text of the answer to `messages` in pieces, and append the answer to them, also if it is not read to its end.
+    """Yield the text of the answer to `messages` in pieces, and append the answer to them, also if it is not read to
+    its end.
 
     Calls run, and the model continues, `most_turns` times at most. Each call and its result are a line on stderr. Other
     arguments are those of `generate`.

@@ -2,10 +2,11 @@
 row.
 
 Prompts of different lengths are computed together, padded on the right, where the causal mask hides the padding.
-Completions of one prompt share its pass. A row that has ended leaves the batch. Rows that do not fit into the cache's memory
-wait and take the places of rows that have ended. A row can go on after given tokens (`turns`).
+Completions of one prompt share its pass. A row that has ended leaves the batch. Rows that do not fit into the cache's
+memory wait and take the places of rows that have ended. A row can go on after given tokens (`turns`).
 
-An image is encoded once for all completions of its prompt, and a prompt that is read in parts is never cut inside of an image.
+An image is encoded once for all completions of its prompt, and a prompt that is read in parts is never cut inside of an
+image.
 
 A row's tokens depend on its prompt, its sample number and the seed (`choosing`), not on its batch. Another batch size
 can round logits differently in the last bits, which changes a token only if two tokens are equal up to that rounding.
@@ -70,9 +71,10 @@ def sample(
 ) -> list[Completion]:
     """Return a completion of each prompt, in order.
 
-    With `replies`, a completion has several turns, with given tokens in between. `sampling.max_new_tokens` limits the sampled tokens
-    of all its turns. A completion ends with `ended` False at this limit, and if a reply exceeds `max_given_tokens` or the model's
-    context. A token depends on the same facts as without replies; given tokens count as positions.
+    With `replies`, a completion has several turns, with given tokens in between. `sampling.max_new_tokens` limits the
+    sampled tokens of all its turns. A completion ends with `ended` False at this limit, and if a reply exceeds
+    `max_given_tokens` or the model's context. A token depends on the same facts as without replies; given tokens count
+    as positions.
 
     Args:
         model: on any device; runs without gradients.
@@ -87,12 +89,12 @@ def sample(
         compile: compile the layers for tokens after the prompts (`CompiledLayers`), which rounds differently.
         records_experts: record the experts that the tokens choose in a mixture (`Completion.experts`).
         replies: gives tokens after each turn.
-        max_given_tokens: the most given tokens of a completion. If there are any, the KV cache takes half of its memory, and copies of
-            rows that wait take the rest.
+        max_given_tokens: the most given tokens of a completion. If there are any, the KV cache takes half of its
+            memory, and copies of rows that wait take the rest.
 
     Raises:
-        ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, for an image that
-            cannot be read, or for an empty reply.
+        ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, for an image
+            that cannot be read, or for an empty reply.
         FloatingPointError: if the model's logits are not finite.
     """
     rows = running_rows(prompts, sampling, numbers)
@@ -178,15 +180,16 @@ def longest_first(lengths: Sequence[int], positions: int) -> Iterator[list[int]]
 
 
 def _room(model: Decoder, rows: list[RunningRow], num_new: int, cache_gib: float | None, copies: int) -> int:
-    """The number of rows that fit in the cache, with `num_new` tokens after each prompt and space for `copies` of each row."""
+    """The number of rows that fit in the cache, with `num_new` tokens after each prompt and space for `copies` of each
+    row."""
     limit = _most_bytes(model, cache_gib)
     capacity = max(len(row.prompt) for row in rows) + num_new
     row_bytes = copies * model.cache_bytes(1, capacity)
     room = UNKNOWN_MEMORY_ROWS if limit is None else int(limit // row_bytes)
     if room < 1:
         raise ValueError(
-            f"the KV cache of one completion takes {row_bytes / 2**30:.2f} GiB at {capacity} tokens, more than the limit of "
-            f"{(limit or 0) / 2**30:.2f} GiB. Raise generation.cache_gib, or lower max_new_tokens."
+            f"the KV cache of one completion takes {row_bytes / 2**30:.2f} GiB at {capacity} tokens, more than the "
+            f"limit of {(limit or 0) / 2**30:.2f} GiB. Raise generation.cache_gib, or lower max_new_tokens."
         )
     return room
 
@@ -217,7 +220,8 @@ class DecodingOptions:
 
 
 class NextTokens:
-    """Computes the next token of each row of a cache. It must not refer to a `Decoding`: a cycle would keep the cache's memory."""
+    """Computes the next token of each row of a cache. It must not refer to a `Decoding`: a cycle would keep the cache's
+    memory."""
 
     def __init__(self, model: Decoder, cache: KVCache, sampling: Sampling, options: DecodingOptions) -> None:
         self._model, self._cache, self._sampling, self._compile = model, cache, sampling, options.compile
@@ -245,8 +249,9 @@ class NextTokens:
 class Decoding:
     """Fills the completions of rows, at most `options.room` rows at a time.
 
-    A row is in the queue, then in the batch, which has the order of the cache, and between two turns in `waiting`. On a GPU the next
-    step is launched before the host reads a step's tokens. A row that has ended then computes a token too many.
+    A row is in the queue, then in the batch, which has the order of the cache, and between two turns in `waiting`. On a
+    GPU the next step is launched before the host reads a step's tokens. A row that has ended then computes a token too
+    many.
     """
 
     _cache: KVCache
@@ -322,8 +327,8 @@ class Decoding:
         return in_pinned_memory(keys, self._device, torch.int32)
 
     def _launch(self) -> tuple[Callable[[], list[tuple[float, float]]], bool]:
-        """Start to copy the draws to the host, and on a GPU the step after them. Return a function that waits for the copy, and whether
-        there is such a step."""
+        """Start to copy the draws to the host, and on a GPU the step after them. Return a function that waits for the
+        copy, and whether there is such a step."""
         longest = max((row.length for row in self._batch), default=0)
         if self._context is not None and longest > self._context:
             _say_too_long(self._context)
@@ -345,7 +350,8 @@ class Decoding:
         return places
 
     def _end_turns(self, places: list[int], is_ahead: bool) -> None:
-        """Of rows whose turn has ended, keep the recorded experts, and with replies a copy of their part of the cache."""
+        """Of rows whose turn has ended, keep the recorded experts, and with replies a copy of their part of the
+        cache."""
         for i in places:
             row = self._batch[i]
             if row.continues(self._sampling):
@@ -373,7 +379,8 @@ class Decoding:
         if not num_joining and not shrinks:
             return
         if self._waiting.has_replies and self._graphs is not None:
-            # Rows that have ended stay in the place of those that wait, because another number of rows is another graph.
+            # Rows that have ended stay in the place of those that wait, because another number of rows is another
+            # graph.
             size, ended = num_needed if shrinks else num_rows, [i for i in range(num_rows) if i not in staying]
             staying = staying + ended[: max(0, size - len(staying) - num_joining)]
         order, remaining = self._cache.keep(staying)
@@ -392,7 +399,8 @@ class Decoding:
             self._ids, self._draws = self._next.choose(hidden, keys)
 
     def _join(self, new: list[RunningRow], replied: list[tuple[RunningRow, KVCache]]) -> Iterator[dict[int, int]]:
-        """Add rows to the batch, and choose their first tokens. Of rows with a copy, only the tokens after it are computed."""
+        """Add rows to the batch, and choose their first tokens. Of rows with a copy, only the tokens after it are
+        computed."""
         keeps = [_same_frequencies(self._model, kept.filled, row.length) for row, kept in replied]
         new = [*new, *(row for (row, _), is_kept in zip(replied, keeps, strict=True) if not is_kept)]
         if new:
@@ -418,7 +426,8 @@ class Decoding:
 
 
 def _to_host(draws: Tensor) -> Callable[[], list[tuple[float, float]]]:
-    """Start to copy each row's token and log-probability (B, 2) to the host. Return a function that waits for the copy."""
+    """Start to copy each row's token and log-probability (B, 2) to the host. Return a function that waits for the
+    copy."""
     copied = draws.to("cpu", non_blocking=draws.is_cuda)
     if not draws.is_cuda:
         return copied.tolist
@@ -443,8 +452,8 @@ def _read(
 ) -> Generator[dict[int, int], None, Tensor]:
     """Fill the cache with the rows' texts. Return the hidden state (B, D) of each row's last token.
 
-    Equal neighboring texts are read once. A single text is read about `prompt_part` tokens at a time, with a yield between
-    parts.
+    Equal neighboring texts are read once. A single text is read about `prompt_part` tokens at a time, with a yield
+    between parts.
     """
     device = model.device
     equal = [list(same) for _, same in groupby((row.text for row in rows), key=_identity)]

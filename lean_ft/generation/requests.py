@@ -27,8 +27,8 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import kind
 
 MOST_TOOLS = 128  # in a request, and calls in a message
-# Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field that
-# `ChatRequest` lacks are refused.
+# Values that change nothing here, which clients of OpenAI, vLLM and llama.cpp send by default. Other values of a field
+# that `ChatRequest` lacks are refused.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     name: values
     for values, names in (
@@ -47,8 +47,8 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 # Fields for other servers' caches, queues and records, and settings of what is off.
 _IGNORED = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention priority "
-    "request_id cache_salt cache_prompt id_slot timings_per_token return_progress return_tokens_as_token_ids repeat_last_n "
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention priority request_id "
+    "cache_salt cache_prompt id_slot timings_per_token return_progress return_tokens_as_token_ids repeat_last_n "
     "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold "
     "dynatemp_exponent"
 )

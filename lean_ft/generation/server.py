@@ -80,8 +80,8 @@ class ChatServer:
             raise ValueError(f"{name} has no chat template. Serve a model that has one.")
         if not token and not _is_loopback(host):
             raise ValueError(
-                f"--host {host} accepts requests from other machines. Set the environment variable LEANFT_TOKEN, which clients send "
-                "as their API key, or remove --host."
+                f"--host {host} accepts requests from other machines. Set the environment variable LEANFT_TOKEN, which "
+                "clients send as their API key, or remove --host."
             )
         try:
             self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -218,13 +218,15 @@ class ChatServer:
             say("answered", f"{_client(request)}: {tokens}, {time.monotonic() - begun:.1f} s, {outcome}")
 
     def _prompt_of(self, asked: ChatRequest) -> tuple[Document, Sampling, CallingTurn]:
-        """The prompt, the sampling settings, and the turn to sample. Runs in a thread, since a long text takes a while."""
+        """The prompt, the sampling settings, and the turn to sample. Runs in a thread, since a long text takes a
+        while."""
         context = context_length(self.model.source.config)
         most = asked.max_completion_tokens or asked.max_tokens
         if context is not None and asked.num_characters > CHARACTERS_A_TOKEN * context:
             raise Refused(
                 400,
-                f"the messages have {asked.num_characters} characters, too many for the model's context of {context} tokens.",
+                f"the messages have {asked.num_characters} characters, too many for the model's context of {context} "
+                "tokens.",
                 "context_length_exceeded",
                 "messages",
             )
@@ -255,7 +257,8 @@ class ChatServer:
         if len(prompt) + (most or 1) > context:
             raise Refused(
                 400,
-                f"the prompt has {len(prompt)} tokens and max_tokens is {most}, more than the model's context of {context} tokens.",
+                f"the prompt has {len(prompt)} tokens and max_tokens is {most}, more than the model's context of "
+                f"{context} tokens.",
                 "context_length_exceeded",
                 "messages",
             )

@@ -1,8 +1,9 @@
 """Generation steps as CUDA graphs: one launch per token, from the embedding to the chosen token.
 
-The first step of a shape runs as written, which also prepares libraries, and is then recorded; later steps replay the record. A shape
-is the number of rows and the number of cache positions that attention reads: the longest row's, rounded up to `POSITIONS`. Each row's
-mask hides the positions behind its own. Everything that changes between two steps is in tensors whose memory stays.
+The first step of a shape runs as written, which also prepares libraries, and is then recorded; later steps replay the
+record. A shape is the number of rows and the number of cache positions that attention reads: the longest row's, rounded
+up to `POSITIONS`. Each row's mask hides the positions behind its own. Everything that changes between two steps is in
+tensors whose memory stays.
 
 Shapes: B running rows, N rows of the cache.
 """
@@ -23,18 +24,21 @@ Step = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def can_record(model: Decoder) -> bool:
-    """Whether steps of the model can be recorded: on one CUDA device, with rotary frequencies that do not depend on the length."""
+    """Whether steps of the model can be recorded: on one CUDA device, with rotary frequencies that do not depend on the
+    length."""
     is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     return model.device.type == "cuda" and is_alone and not any(rope.depends_on_length for rope in model.rotary)
 
 
 def should_shrink(num_left: int, num_rows: int) -> bool:
-    """Whether ended rows leave a recorded batch. Another number of rows is another graph, so they leave when half have ended."""
+    """Whether ended rows leave a recorded batch. Another number of rows is another graph, so they leave when half have
+    ended."""
     return num_left == 0 or (num_rows > FEWEST_ROWS and 2 * num_left <= num_rows)
 
 
 class StepGraphs:
-    """Runs steps that compute the next ids (B,) and draws (B, 2) from ids (B,) and the draws' keys (B, 2), with the cache."""
+    """Runs steps that compute the next ids (B,) and draws (B, 2) from ids (B,) and the draws' keys (B, 2), with the
+    cache."""
 
     def __init__(self, step: Step, cache: KVCache) -> None:
         rows, device = len(cache.lengths), cache.lengths.device
@@ -48,7 +52,8 @@ class StepGraphs:
         self._fails = False
 
     def __call__(self, ids: Tensor, keys: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
-        """longest: the number of positions of the longest row, including this step's. The results are overwritten by the next step."""
+        """longest: the number of positions of the longest row, including this step's. The results are overwritten by
+        the next step."""
         rows, cache = len(ids), self._cache
         filled = min(cache.capacity, -(-longest // POSITIONS) * POSITIONS)
         # Copies onto themselves, which do nothing, unless rows have left.
@@ -99,7 +104,8 @@ class StepGraphs:
 
     def _run(self, rows: int, filled: int, has_keys: bool) -> None:
         cache = self._cache
-        # As rows of different lengths, which store at their positions. Rows that have ended go on, and stay at the last position.
+        # As rows of different lengths, which store at their positions. Rows that have ended go on, and stay at the last
+        # position.
         cache.lengths, cache.filled, cache.shortest = self._lengths[:rows].clamp(max=filled - 1), filled - 1, -1
         ids, draws = self._step(self._ids[:rows], self._keys[:rows] if has_keys else None)
         self._ids[:rows], self._draws[:rows], self._lengths[:rows] = ids, draws, cache.lengths

@@ -50,8 +50,8 @@ def run_tasks(
 ) -> Results:
     """Return the model's metrics in each task.
 
-    tokens_at_a_time: maximum positions per forward pass. The harness seeds the process's random number generators. Raises
-    ValueError as `find_tasks` does.
+    tokens_at_a_time: maximum positions per forward pass. The harness seeds the process's random number generators.
+    Raises ValueError as `find_tasks` does.
     """
     manager, names = find_tasks(tasks)
     from lm_eval import evaluator

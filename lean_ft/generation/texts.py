@@ -63,11 +63,13 @@ def open_model(
 
     path: a model folder, a checkpoint, a run (its newest complete checkpoint), a Hub repository, `tiny`, or an adapter
     or a run that trained one, which is loaded on its base model; `auto` is the base model of the first adapter. Several
-    adapters add up. A folder of `leanft quantize` is opened on a CPU. images: whether the vision tower is loaded (`frozen`);
-    `auto`: if the folder has one that lean_ft knows, and a file of its image processor. new_tokens: the most tokens that the
-    model will generate. From 32 on, the layers of a 16-bit model on a CPU are packed (`pack_in_place`): the model then cannot be
-    trained or saved. family: as model.family. Raises ValueError if a folder is missing or incomplete, if that file is broken, or
-    for an invalid device.
+    adapters add up. A folder of `leanft quantize` is opened on a CPU. images: whether the vision tower is loaded
+    (`frozen`);
+    `auto`: if the folder has one that lean_ft knows, and a file of its image processor. new_tokens: the most tokens
+    that the model will generate. From 32 on, the layers of a 16-bit model on a CPU are packed (`pack_in_place`): the
+    model then cannot be
+    trained or saved. family: as model.family. Raises ValueError if a folder is missing or incomplete, if that file is
+    broken, or for an invalid device.
     """
     use_family(family)
     adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
@@ -127,8 +129,8 @@ def answers(
     folder: Path = Path(),
     **sampling: Any,
 ) -> Iterator[str]:
-    """Yield the completion of each prompt, in order, `batch_size` prompts at a time. Paths of images are relative to `folder`.
-    Other arguments are those of `generate`.
+    """Yield the completion of each prompt, in order, `batch_size` prompts at a time. Paths of images are relative to
+    `folder`. Other arguments are those of `generate`.
 
     Samples do not depend on the batches: equal prompts are numbered across all batches.
     """
@@ -283,7 +285,8 @@ def asked_of(
         if context is not None and len(asked[-1]) >= context:
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             raise PromptTooLong(
-                f"{which} has {len(asked[-1]):,} tokens, which leaves no room in the model's context of {context:,} tokens. Shorten it."
+                f"{which} has {len(asked[-1]):,} tokens, which leaves no room in the model's context of {context:,} "
+                "tokens. Shorten it."
             )
     return sampling, asked
 
@@ -331,7 +334,8 @@ def shows_images(prompt: Prompt) -> bool:
 
 
 def image_part(path: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:
-    """Return an image file as a content part of a message, and its number of tokens. Raises ValueError if it cannot be read."""
+    """Return an image file as a content part of a message, and its number of tokens. Raises ValueError if it cannot be
+    read."""
     if tokenizer.image_rules is None:
         raise ValueError("the model reads texts alone, or was loaded with model.images=none.")
     file = str(Path(path.strip("'\"")).expanduser().resolve())  # terminals write dropped files in quotes

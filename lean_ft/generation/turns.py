@@ -1,8 +1,9 @@
 """Completions in progress, and rows that wait between two turns.
 
-A turn ends with a stop id or a stop text, or at a limit. If the caller replies to turns, a row whose turn has ended leaves the batch
-with a copy of its part of the cache, which later steps of the batch cannot change. When its reply is there, the row joins the batch
-again, and only the tokens that the copy lacks are computed: the reply, and the turn's last token if no step has computed it.
+A turn ends with a stop id or a stop text, or at a limit. If the caller replies to turns, a row whose turn has ended
+leaves the batch with a copy of its part of the cache, which later steps of the batch cannot change. When its reply is
+there, the row joins the batch again, and only the tokens that the copy lacks are computed: the reply, and the turn's
+last token if no step has computed it.
 """
 
 import math
@@ -28,20 +29,21 @@ class Completion:
     ended: bool = False
     """True if a stop id or a stop text ended it, False if it reached a limit."""
     experts: str = ""
-    """With `records_experts`: the experts of all tokens except the last, from the first token of the prompt on, as base64 text of
-    (tokens, choices) int16 (`KVCache.experts`)."""
+    """With `records_experts`: the experts of all tokens except the last, from the first token of the prompt on, as
+    base64 text of (tokens, choices) int16 (`KVCache.experts`)."""
     sampled: list[bool] = field(default_factory=list)
     """Whether each token was sampled, rather than given in a reply. Empty: all were sampled."""
 
 
 class Replies(Protocol):
-    """Answers the turns of completions with given tokens, such as the results of tools. `place`: the index of the prompt."""
+    """Answers the turns of completions with given tokens, such as the results of tools. `place`: the index of the
+    prompt."""
 
     def ended(self, place: int, completion: Completion) -> None:
         """A turn has ended: start to work on its reply, in other threads.
 
-        If `completion.ended` is False, the completion has reached a limit and waits for no reply. Do not change `completion`, and copy what
-        you need after `ready` has returned its reply.
+        If `completion.ended` is False, the completion has reached a limit and waits for no reply. Do not change
+        `completion`, and copy what you need after `ready` has returned its reply.
         """
         ...
 
@@ -89,8 +91,8 @@ class RunningRow:
         """Append a sampled token. Raises FloatingPointError if its log-probability is not finite."""
         if log_prob != log_prob or log_prob == float("-inf"):
             raise FloatingPointError(
-                f"the logits after token {self.length} are not finite: the weights are not finite, or float16 overflows. Check the "
-                "weights, or set dtype to bfloat16 or float32."
+                f"the logits after token {self.length} are not finite: the weights are not finite, or float16 "
+                "overflows. Check the weights, or set dtype to bfloat16 or float32."
             )
         completion, token = self.completion, int(token)
         completion.ids.append(token)
@@ -154,8 +156,8 @@ class Waiting:
 def divided(
     rows: list[tuple[RunningRow, KVCache]], capacity: int, positions: int
 ) -> Iterator[list[tuple[RunningRow, KVCache]]]:
-    """Divide rows in the order of `Waiting.ready`, so that the new tokens of each group fit, padded to the longest, into the cache and
-    into `positions` in all. A single row always fits."""
+    """Divide rows in the order of `Waiting.ready`, so that the new tokens of each group fit, padded to the longest,
+    into the cache and into `positions` in all. A single row always fits."""
     group: list[tuple[RunningRow, KVCache]] = []
     for row, kept in rows:
         num_new, longest = row.length - kept.filled, max(one.filled for _, one in [*group, (row, kept)])

@@ -1,4 +1,5 @@
-"""The cache of model folders made from GGUF files. A folder has config.json, tokenizer files, and an index of the file's tensors."""
+"""The cache of model folders made from GGUF files. A folder has config.json, tokenizer files, and an index of the
+file's tensors."""
 
 import os
 import re
@@ -31,7 +32,8 @@ def gguf_file(folder: Path) -> Path | None:
 
 
 def names_gguf_file(load: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function of a model's path, so that its errors name the GGUF file as given and not its folder in the cache."""
+    """Decorate a function of a model's path, so that its errors name the GGUF file as given and not its folder in the
+    cache."""
 
     @wraps(load)
     def named(*args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -1,4 +1,5 @@
-"""The header of a GGUF file: metadata and the places of tensors, with a check of every size and of every value that is read.
+"""The header of a GGUF file: metadata and the places of tensors, with a check of every size and of every value that is
+read.
 
 A damaged file must not exhaust memory. Source: the GGUF specification (ggml, docs/gguf.md).
 """
@@ -97,7 +98,8 @@ class _Reader:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
-    """Return a GGUF file's metadata and tensors by name. Raises ValueError if it is damaged, or a kind of weights is unknown."""
+    """Return a GGUF file's metadata and tensors by name. Raises ValueError if it is damaged, or a kind of weights is
+    unknown."""
     kinds = _kinds(gguf_package())
     metadata, tensors, starts = dict[str, Any](), dict[str, TensorPlace](), dict[str, int]()
     reader = _Reader(file)
@@ -137,7 +139,10 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
             raise reader.damaged(f"the tensor {name} at byte {start:,}, inside another tensor")
         end = start + num_rows(stored.shape) * stored.row_bytes
         if end > reader.size:
-            raise ValueError(f"{file} is truncated: {name} ends at byte {end:,}, and the file has {reader.size:,}. Download it again.")  # fmt: skip
+            raise ValueError(
+                f"{file} is truncated: {name} ends at byte {end:,}, and the file has {reader.size:,}. Download it "
+                "again."
+            )
         tensors[name] = stored._replace(offset=start)
     return metadata, tensors
 

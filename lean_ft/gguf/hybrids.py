@@ -1,4 +1,5 @@
-"""Rows of families with recurrent layers, of Gemma 4, whose layers have several sizes, and of Gemma 3n with several streams.
+"""Rows of families with recurrent layers, of Gemma 4, whose layers have several sizes, and of Gemma 3n with several
+streams.
 
 Source: llama.cpp, conversion/*.py (tensors) and src/models/*.cpp (metadata, and what an architecture computes).
 
@@ -77,7 +78,8 @@ def _delta_rule_metadata(model: "Decoder") -> dict[str, Any]:
 
 
 def _with_sections(model: "Decoder") -> dict[str, Any]:
-    """llama.cpp needs the sections of time, height and width, which are equal for text, even if config.json has none."""
+    """llama.cpp needs the sections of time, height and width, which are equal for text, even if config.json has
+    none."""
     config = model.config
     fraction = next((layer.rope.rotary_fraction for layer in config.layers if layer.rope is not None), 1.0)
     frequencies = int(config.head_dim * fraction) // 2
@@ -187,7 +189,8 @@ def _gemma4_metadata(model: "Decoder") -> dict[str, Any]:
 
 
 def _gemma4_config(facts: Facts) -> dict[str, Any]:
-    """Layers without a window have other heads, and may use their keys as values. llama.cpp opens no file without a window."""
+    """Layers without a window have other heads, and may use their keys as values. llama.cpp opens no file without a
+    window."""
     facts.count("attention.sliding_window", least=1)
     windowed = [bool(one) for one in facts.per_layer("attention.sliding_window_pattern")]
     sizes, num_shared = facts.per_layer("feed_forward_length"), facts.count("attention.shared_kv_layers", 0)
@@ -226,7 +229,8 @@ def _gemma3n_metadata(model: "Decoder") -> dict[str, Any]:
 
 
 def _gemma3n_config(facts: Facts) -> dict[str, Any]:
-    """llama.cpp opens no file without a window. Its sizes are the defaults of absent fields, and its numbers of layers are fixed."""
+    """llama.cpp opens no file without a window. Its sizes are the defaults of absent fields, and its numbers of layers
+    are fixed."""
     facts.count("attention.sliding_window", least=1)
     if facts.num_layers > 20 and facts.pattern(5)[18:20] != [True, False]:
         raise facts.wrong("attention.sliding_window_pattern", "a window in layer 18 and none in layer 19")
@@ -269,7 +273,8 @@ _DELTA_RULE_FIELDS = {
 _DELTA_RULE = GGUFFamily(
     "qwen3next", "Qwen3Next",
     changes={
-        **EXPERTS, "linear_attn.A_log": StoredAs((("decay",),)), "linear_attn.dt_bias": renamed("linear_attn.dt_proj.bias"),
+        **EXPERTS, "linear_attn.A_log": StoredAs((("decay",),)),
+        "linear_attn.dt_bias": renamed("linear_attn.dt_proj.bias"),
         "linear_attn.conv1d.weight": _TAPS, "in_proj_qkvz": _ungrouped,
         "linear_attn.norm.weight": StoredAs(), "norm.weight": PLUS_ONE,
     },
@@ -307,10 +312,12 @@ _GEMMA3N = GGUFFamily(
     "gemma3n", "Gemma3n",
     changes={
         "correct_output_scale": renamed("correct_output_scale.weight"),
-        "embed_tokens_per_layer": lambda config: StoredAs((("rows", config.vocab_size),) * (config.own.layer_input_vocab_size != config.vocab_size)),
+        "embed_tokens_per_layer": lambda config: StoredAs((("rows", config.vocab_size),
+            ) * (config.own.layer_input_vocab_size != config.vocab_size)),
         **{f"{name}.{i}": StoredAs((("part", i),), (name,)) for name in _PROJECTIONS for i in range(3)},
     },
-    differs=_cutoff_differs, metadata=_gemma3n_metadata, config=_gemma3n_config, unused=_gemma3n_unused, windows=always, period=5, scaled_windows=False,
+    differs=_cutoff_differs, metadata=_gemma3n_metadata, config=_gemma3n_config, unused=_gemma3n_unused,
+    windows=always, period=5, scaled_windows=False,
     scalings=frozenset({"default", "linear"}),
     not_stored=frozenset({"coefficient_limit", "layer_input_vocab_size"}),  # of training; rows are added
     no_adapter=frozenset({*_PROJECTIONS, "modality_router", "per_layer_model_projection", "embed_tokens_per_layer"}),
@@ -344,7 +351,8 @@ HYBRIDS = {
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2._replace(
         architecture="lfm2moe", class_name="Lfm2Moe", changes={**EXPERTS, **_LFM2.changes},
-        fields={**_LFM2.fields, **USUAL_EXPERTS, "leading_dense_block_count": "num_dense_layers", "expert_gating_func": ""},
+        fields={**_LFM2.fields, **USUAL_EXPERTS, "leading_dense_block_count": "num_dense_layers",
+            "expert_gating_func": ""},
     ),
     "granitemoehybrid": _GRANITE_HYBRID,
     "granitemoeshared": _GRANITE_MOE,
@@ -381,7 +389,8 @@ HYBRIDS = {
         norm_eps=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
         fields=CORRECTED_EXPERTS | {
             "ssm.time_step_rank": "mamba_num_heads", "ssm.group_count": "n_groups", "ssm.state_size": "ssm_state_size",
-            "ssm.conv_kernel": "conv_kernel", "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "ssm.conv_kernel": "conv_kernel",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
         },
     ),
     "gemma3n_text": _GEMMA3N,

@@ -74,7 +74,8 @@ def _latent_metadata(model: "Decoder") -> dict[str, Any]:
 
 
 def _latent_config(facts: Facts) -> dict[str, Any]:
-    """yarn has a scale of queries and keys, and one of scores, which the file has as its growth with the factor's logarithm."""
+    """yarn has a scale of queries and keys, and one of scores, which the file has as its growth with the factor's
+    logarithm."""
     turned = facts.count("rope.dimension_count")
     query_rank = facts.count("attention.q_lora_rank", 0) or None
     config: dict[str, Any] = {

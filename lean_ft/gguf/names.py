@@ -1,7 +1,7 @@
 """What a GGUF file of a model holds: the metadata of its architecture, and the names and layouts of its tensors.
 
-The layout of a parameter is a list of steps that work in both directions. A step is a name of `STEPS` and its numbers. Export
-runs the steps in order; import runs their inverses in reverse order.
+The layout of a parameter is a list of steps that work in both directions. A step is a name of `STEPS` and its numbers.
+Export runs the steps in order; import runs their inverses in reverse order.
 
 Source: llama.cpp, gguf-py/gguf/constants.py and tensor_mapping.py (the `gguf` package), and src/llama-model.cpp.
 """
@@ -160,7 +160,8 @@ def _joined(*parts: list[Tensor]) -> list[Tensor]:
 
 
 def _name_in_file(names: Any, name: str) -> str | None:
-    """The file's name of a tensor, which llama.cpp's table lists with or without its ending; None if it lists neither."""
+    """The file's name of a tensor, which llama.cpp's table lists with or without its ending; None if it lists
+    neither."""
     module, _, ending = name.rpartition(".")
     found = names.get_name(name)
     return f"{names[module]}.{ending}" if found is None and module in names else found
@@ -195,7 +196,8 @@ def divisors_of(config: "DecoderConfig") -> dict[str, Tensor]:
 
 
 def ropes(config: "DecoderConfig") -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary settings of layers without and with a sliding window. If one kind has none, both are the other's."""
+    """Return the rotary settings of layers without and with a sliding window. If one kind has none, both are the
+    other's."""
     full, windowed = (
         next((layer.rope for layer in config.layers if layer.rope and bool(layer.window) == has_window), None)
         for has_window in (False, True)

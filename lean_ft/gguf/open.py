@@ -1,8 +1,9 @@
 """Turn a GGUF file into a model folder of the cache: config.json, tokenizer files, and an index of the file's tensors.
 
-The weights stay in the file. `lean_ft.gguf.tensors` checks them against the model of the folder and dequantizes them while they
-are read, so every command that takes a model folder takes a GGUF file too. Token ids are llama.cpp's: text is not normalized,
-and the space before the first word of a SentencePiece vocabulary is also added after a control token.
+The weights stay in the file. `lean_ft.gguf.tensors` checks them against the model of the folder and dequantizes them
+while they are read, so every command that takes a model folder takes a GGUF file too. Token ids are llama.cpp's: text
+is not normalized, and the space before the first word of a SentencePiece vocabulary is also added after a control
+token.
 
 Source: llama.cpp, src/llama-vocab.cpp, src/llama-model.cpp (defaults) and gguf-py/gguf/constants.py (keys).
 """
@@ -34,7 +35,8 @@ _FAMILY_OF = {family.architecture: name for name, family in reversed(GGUF_FAMILI
 FAMILY_IN_WHOLE = {"paddleocr": "llama", "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
 _FAMILY_OF |= {"nemotron_h_moe": "nemotron_h", **FAMILY_IN_WHOLE}
 _FIELDS = {  # of all families
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
 }  # fmt: skip
 _DEFAULTS = {
     "expert_shared_count": 0, "expert_weights_norm": False, "expert_weights_scale": 1.0, "expert_group_count": 1,
@@ -46,8 +48,8 @@ _DEFAULTS = {
 def gguf_folder(file: Path, given: str | Path | None = None) -> Path:
     """Return a model folder for a GGUF file: its configuration, its tokenizer, and an index of its tensors. Cached.
 
-    `given` is the file's name in messages, by default its path. Raises ValueError if the file is damaged, or has an architecture,
-    a kind of weights or a tokenizer that lean_ft cannot read, or if the cache cannot be written.
+    `given` is the file's name in messages, by default its path. Raises ValueError if the file is damaged, or has an
+    architecture, a kind of weights or a tokenizer that lean_ft cannot read, or if the cache cannot be written.
     """
     file = file.expanduser().absolute()  # in the Hub's cache a link to a file without the ending .gguf
     about, cache = file.stat(), gguf_cache()
@@ -63,7 +65,8 @@ def gguf_folder(file: Path, given: str | Path | None = None) -> Path:
             raise
         reason = error.strerror or error
         raise ValueError(
-            f"cannot write the cache folder {cache} ({reason}). Set the environment variable LEAN_FT_CACHE to a writable folder."
+            f"cannot write the cache folder {cache} ({reason}). Set the environment variable LEAN_FT_CACHE to a "
+            "writable folder."
         ) from None
     limit_size(cache, _CACHE_BYTES, keep={key})
     return cache / key
@@ -107,8 +110,8 @@ def _family_of(facts: Facts) -> str:
     if name == "granitehybrid" and "attention.scale" not in facts:
         if facts.count("rope.dimension_count") * facts.count("attention.head_count") != facts.count("embedding_length"):
             raise ValueError(
-                f"{facts.file} is a Bamba model that rotates a part of each head. llama.cpp's converter orders the rows of such "
-                f"heads wrongly, and no metadata tells its files from others. {USE_FOLDER}"
+                f"{facts.file} is a Bamba model that rotates a part of each head. llama.cpp's converter orders the "
+                f"rows of such heads wrongly, and no metadata tells its files from others. {USE_FOLDER}"
             )
         return "bamba"
     if name == "granitemoe" and not facts.count("rope.scaling.finetuned", 1):
@@ -149,8 +152,8 @@ def config_of(facts: Facts, name: str) -> dict[str, Any]:
             config[field] = facts.number(key, default) if isinstance(default, float) else facts.count(key, default)
     config |= family.config(facts)
     window = facts.count("attention.sliding_window", 4096 if name == "gemma2" else 0)
-    # Without a pattern, as in Phi-4's files, a window of the longest context or more changes nothing. In a pattern it may decide
-    # which layers have positions.
+    # Without a pattern, as in Phi-4's files, a window of the longest context or more changes nothing. In a pattern it
+    # may decide which layers have positions.
     has_pattern = family.period or "attention.sliding_window_pattern" in facts
     if window and (has_pattern or window < config["max_position_embeddings"]):
         if not family.windows(facts.num_layers):
@@ -178,7 +181,8 @@ def _rope(facts: Facts, name: str, family: GGUFFamily, config: dict[str, Any], m
     if kind not in family.scalings:
         expected = " or ".join(sorted(family.scalings))
         raise ValueError(
-            f"{facts.file}: the rotary scaling is {kind}, but llama.cpp's architecture {facts.architecture} computes with {expected}."
+            f"{facts.file}: the rotary scaling is {kind}, but llama.cpp's architecture {facts.architecture} computes "
+            f"with {expected}."
         )
     if kind != "proportional":
         scaling["partial_rotary_factor"] = turned / max(size, 1)
@@ -194,7 +198,8 @@ def _rope(facts: Facts, name: str, family: GGUFFamily, config: dict[str, Any], m
 
 
 def _scaling(facts: Facts, turned: int, theta: float) -> dict[str, Any]:
-    """Return `rope_type` and its settings. llama3's and proportional's are stored only as the divisor of each frequency."""
+    """Return `rope_type` and its settings. llama3's and proportional's are stored only as the divisor of each
+    frequency."""
     kind, factor = facts.values.get("rope.scaling.type", "none"), facts.number("rope.scaling.factor", 1.0)
     facts.read.add("rope.scaling.type")
     if kind == "longrope" or "rope_factors_long.weight" in facts.tensors:
@@ -217,8 +222,8 @@ def _scaling(facts: Facts, turned: int, theta: float) -> dict[str, Any]:
         return found
     if kind != "none" or factor not in (0.0, 1.0):
         raise ValueError(
-            f"{facts.file}: rope.scaling.type is {kind!r} and rope.scaling.factor {factor}; expected none with 1, linear, yarn or "
-            f"longrope. {USE_FOLDER}"
+            f"{facts.file}: rope.scaling.type is {kind!r} and rope.scaling.factor {factor}; expected none with 1, "
+            f"linear, yarn or longrope. {USE_FOLDER}"
         )
     if "rope_freqs.weight" not in facts.tensors:
         return {"rope_type": "default"}

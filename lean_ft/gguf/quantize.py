@@ -1,10 +1,11 @@
 """The quantized kinds of a GGUF file: which kind llama.cpp stores each tensor in, and the bytes of its rows.
 
-A block is a run of weights in a row. It stores a few bits per weight, its code, and a scale; some kinds also store the block's
-lowest value. Blocks of the k kinds have 256 weights in parts of 16 or 32, and the scales of the parts are quantized too.
+A block is a run of weights in a row. It stores a few bits per weight, its code, and a scale; some kinds also store the
+block's lowest value. Blocks of the k kinds have 256 weights in parts of 16 or 32, and the scales of the parts are
+quantized too.
 
-A scale is searched: each trial scale rounds the weights to codes, least squares gives the best scale for these codes, and the
-one with the smallest weighted error is kept.
+A scale is searched: each trial scale rounds the weights to codes, least squares gives the best scale for these codes,
+and the one with the smallest weighted error is kept.
 
 Source: llama.cpp, ggml-quants.c (formats, trial scales, weights of errors) and llama-quant.cpp (the kinds of tensors).
 
@@ -32,7 +33,8 @@ _IN_FLOAT32 = ("_norm", "_gate_inp", "_gate_inp_shexp", "conv", "conv1d", "per_l
 
 
 class Mix(NamedTuple):
-    """What determines in which kind llama.cpp stores a tensor of a quantized file. `kind` is the file's, such as q4_k_m."""
+    """What determines in which kind llama.cpp stores a tensor of a quantized file. `kind` is the file's, such as
+    q4_k_m."""
 
     kind: str
     architecture: str
@@ -67,7 +69,8 @@ class Mix(NamedTuple):
             ("f16", part.startswith(("altup", "laurel"))),
             ("q8_0", is_output and kind in ("q8_0", "mxfp4")),
             ("q6_k", is_output),
-            # llama.cpp has this mix for mixtures of experts only. Without experts, all matrices of layers are in 4 bits.
+            # llama.cpp has this mix for mixtures of experts only. Without experts, all matrices of layers are in 4
+            # bits.
             ("q8_0", kind == "mxfp4" and not is_stack and (num_experts > 0 or not place)),
             ("q8_0", num_experts == 8 and (is_value or part == "attn_k")),
             ("q5_k", num_experts == 8 and part == "attn_output" and kind in ("q4_k", "iq4_nl")),
@@ -132,7 +135,8 @@ def quantize(tensor: Tensor, kind: str, errors: Errors | None = None) -> Tensor:
 def serial_operations() -> Iterator[int]:
     """Let each operation of torch use one thread, and yield how many it used before.
 
-    With several threads in each operation on a few MiB, they mostly wait for one another if other programs use the cores.
+    With several threads in each operation on a few MiB, they mostly wait for one another if other programs use the
+    cores.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -146,7 +150,8 @@ def serial_operations() -> Iterator[int]:
 
 
 def _scale(x: Tensor, weight: Tensor, trials: Iterable[Tensor], to_values: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the best scales (..., 1) of x (..., B). trials: inverse scales (..., 1). to_values: rounds x * trial to values of codes."""
+    """Return the best scales (..., 1) of x (..., B). trials: inverse scales (..., 1). to_values: rounds x * trial to
+    values of codes."""
     best, scale = torch.zeros_like(x[..., :1]), torch.zeros_like(x[..., :1])
     weighted = weight * x
     for trial in trials:
@@ -239,7 +244,8 @@ def _q8_0(x: Tensor) -> list[Tensor]:
 
 
 _IQ4_VALUES = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
-# The code of the nearest value, and that value, for numbers from -128 in steps of 0.5; the middles of values are such steps.
+# The code of the nearest value, and that value, for numbers from -128 in steps of 0.5; the middles of values are such
+# steps.
 _IQ4_CODES = torch.bucketize(torch.arange(-128, 128, 0.5), (_IQ4_VALUES[1:] + _IQ4_VALUES[:-1]) / 2, right=True)
 _IQ4_NEAREST = _IQ4_VALUES[_IQ4_CODES]
 
@@ -267,7 +273,8 @@ def _mxfp4(x: Tensor) -> list[Tensor]:
 
 
 def _in_six_bits(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize values (N, 8) from 0: their scale's bytes, codes up to 63 (N, 8), and the values of the codes (N, 8, 1)."""
+    """Quantize values (N, 8) from 0: their scale's bytes, codes up to 63 (N, 8), and the values of the codes (N, 8,
+    1)."""
     inverse = _inverse(values.amax(-1, keepdim=True))
     trials = (inverse * code for code in range(40, 64))  # of the largest value
     stored = _half(_scale(values, weight, trials, lambda values: values.round_().clamp_(0, 63)))
@@ -305,8 +312,8 @@ class _Format(NamedTuple):
     block: int  # weights
     num_bytes: int  # of a block
     encode: Callable[[Tensor], list[Tensor]] | None = None
-    """The parts of the bytes (N, ...) of blocks (N, B); None if the gguf package encodes them, which has the same bytes. For q5_1,
-    q8_0 and mxfp4 the package has them too, and is up to 1.5x slower than these functions."""
+    """The parts of the bytes (N, ...) of blocks (N, B); None if the gguf package encodes them, which has the same
+    bytes. For q5_1, q8_0 and mxfp4 the package has them too, and is up to 1.5x slower than these functions."""
 
 
 FORMATS = {

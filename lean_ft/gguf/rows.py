@@ -1,8 +1,8 @@
 """Families that GGUF files support, one row each: how a file stores a model, and what llama.cpp reads in it.
 
-An export checks that its file, read by the same row, is the model again. So a row reads only what llama.cpp reads: a fact that
-llama.cpp's architecture always computes in one way is read in that way, and a model that needs another is refused. Fields of
-config.json that a row leaves out have transformers' defaults. Every row is tested with llama.cpp.
+An export checks that its file, read by the same row, is the model again. So a row reads only what llama.cpp reads: a
+fact that llama.cpp's architecture always computes in one way is read in that way, and a model that needs another is
+refused. Fields of config.json that a row leaves out have transformers' defaults. Every row is tested with llama.cpp.
 
 Source: llama.cpp, conversion/*.py (tensors), src/llama-model.cpp and src/models/*.cpp (metadata, and what is computed).
 
@@ -27,7 +27,8 @@ class StoredAs(NamedTuple):
     steps: tuple[Step, ...] = ()
     """From the parameter to the file's tensors, as in `lean_ft.gguf.layouts`."""
     places: tuple[str, ...] | None = None
-    """What takes the place of a part of the parameter's name, once per tensor; none for metadata. None: the name stays."""
+    """What takes the place of a part of the parameter's name, once per tensor; none for metadata. None: the name
+    stays."""
 
 
 Change = StoredAs | Callable[["DecoderConfig"], StoredAs]
@@ -64,11 +65,13 @@ class GGUFFamily(NamedTuple):
     period: int = 0
     """Every how many layers one has no sliding window, if the file does not list them."""
     scaled_windows: bool = True
-    """Whether llama.cpp applies the rotary scaling in layers with a window too. If not, config.json has rotary settings by kind."""
+    """Whether llama.cpp applies the rotary scaling in layers with a window too. If not, config.json has rotary settings
+    by kind."""
     not_stored: frozenset[str] = frozenset()
     """Fields of the configuration that the weights of a file have, or that change little and are reported."""
     no_adapter: frozenset[str] = frozenset()
-    """Parts of the names of weights without adapters: llama.cpp ignores them there, or a change does more than reorder rows."""
+    """Parts of the names of weights without adapters: llama.cpp ignores them there, or a change does more than reorder
+    rows."""
     unused: Callable[["DecoderConfig"], Mapping[str, tuple[int, ...]]] = lambda config: {}
     """The shapes of tensors that llama.cpp expects in a file and ignores. They are 0."""
     differs: Callable[["DecoderConfig"], str] = lambda config: ""
@@ -174,7 +177,8 @@ def times(factor: Callable[["DecoderConfig"], float]) -> Change:
 
 
 def _stacks(first: tuple[Step, ...] = (), split: Step = ("split", 1)) -> dict[str, Change]:
-    """Matrices (E, 2 * I, D) and biases (E, 2 * I) of gates and ups, and matrices (E, D, I), after the steps `first`."""
+    """Matrices (E, 2 * I, D) and biases (E, 2 * I) of gates and ups, and matrices (E, D, I), after the steps
+    `first`."""
     gates_and_ups = "mlp.experts.gate_proj", "mlp.experts.up_proj"
     return {
         "mlp.experts.gate_up_proj_bias": StoredAs((split,), tuple(f"{name}.bias" for name in gates_and_ups)),
@@ -233,7 +237,8 @@ def _mimo_config(facts: Facts) -> dict[str, Any]:
 GRANITE_NUMBERS = {
     "attention.scale": ("attention_scale", "attention_multiplier"),
     "embedding_scale": ("embedding_multiplier", "embedding_multiplier"),
-    "residual_scale": ("residual_multiplier", "residual_multiplier"), "logit_scale": ("logits_divisor", "logits_scaling"),
+    "residual_scale": ("residual_multiplier", "residual_multiplier"),
+    "logit_scale": ("logits_divisor", "logits_scaling"),
 }
 LLAMA3_SCALINGS = frozenset({"default", "linear", "yarn", "llama3"})
 LLAMA = GGUFFamily("llama", "Llama", pairs_neighbors=True, scalings=LLAMA3_SCALINGS, config=biases)
@@ -263,7 +268,8 @@ DENSE = {
         period=4,
     ),
     "apertus": GGUFFamily(
-        "apertus", "Apertus", changes={"act_fn": StoredAs(places=())}, metadata=_xielu, config=attention_bias, tied=False,
+        "apertus", "Apertus", changes={"act_fn": StoredAs(places=())}, metadata=_xielu, config=attention_bias,
+        tied=False,
         scalings=LLAMA3_SCALINGS,
     ),
     "cohere2": GGUFFamily(
@@ -272,10 +278,12 @@ DENSE = {
         norm_eps=_LAYER_NORM_EPS, pairs_neighbors=True, windows=always, period=4,
     ),
     "cohere": GGUFFamily(
-        "command-r", "Cohere", metadata=_logit_scale, config=_cohere_config, tied=True, whole_heads=True, norm_eps=_LAYER_NORM_EPS,
+        "command-r", "Cohere", metadata=_logit_scale, config=_cohere_config, tied=True, whole_heads=True,
+        norm_eps=_LAYER_NORM_EPS,
         pairs_neighbors=True,
     ),
-    "olmo": GGUFFamily("olmo", "Olmo", config=_olmo_config, whole_heads=True, norm_eps=_LAYER_NORM_EPS, pairs_neighbors=True),
+    "olmo": GGUFFamily("olmo", "Olmo", config=_olmo_config, whole_heads=True, norm_eps=_LAYER_NORM_EPS,
+        pairs_neighbors=True),
     "stablelm": GGUFFamily(
         "stablelm", "StableLm", config=_stablelm_config, tied=False, whole_heads=True, norm_eps=_LAYER_NORM_EPS,
         metadata=_parallel,
@@ -283,7 +291,8 @@ DENSE = {
     "nemotron": GGUFFamily(
         "nemotron", "Nemotron", changes={"norm.weight": PLUS_ONE}, config=biases, tied=False, whole_heads=True,
         norm_eps=("attention.layer_norm_epsilon", "norm_eps"),
-        metadata=lambda model: {"attention.layer_norm_rms_epsilon": float(model.config.norm_eps)},  # as llama.cpp's converter
+        # as llama.cpp's converter
+        metadata=lambda model: {"attention.layer_norm_rms_epsilon": float(model.config.norm_eps)},
     ),
     "starcoder2": GGUFFamily(
         "starcoder2", "Starcoder2", whole_heads=True, norm_eps=("attention.layer_norm_epsilon", "norm_epsilon"),
@@ -291,7 +300,8 @@ DENSE = {
     "phi": GGUFFamily("phi2", "Phi", tied=False, whole_heads=True, norm_eps=_LAYER_NORM_EPS),
     "gpt_neox": GGUFFamily(
         "gptneox", "GPTNeoX", changes={"self_attn.qkv_proj": _queries_first}, tied=False, whole_heads=True,
-        config=lambda facts: {"use_parallel_residual": facts.count("use_parallel_residual", 1) == 1, "hidden_act": "gelu_new"},
+        config=lambda facts: {"use_parallel_residual": facts.count("use_parallel_residual", 1) == 1,
+            "hidden_act": "gelu_new"},
         metadata=_parallel, norm_eps=_LAYER_NORM_EPS,
     ),
     "gpt2": _GPT2,
@@ -312,7 +322,8 @@ DENSE = {
         },
     ),
     "gemma3_text": _GEMMA._replace(
-        architecture="gemma3", class_name="Gemma3", config=_gemma_config, windows=always, scaled_windows=False, period=6,
+        architecture="gemma3", class_name="Gemma3", config=_gemma_config, windows=always, scaled_windows=False,
+        period=6,
     ),
     "granite": LLAMA._replace(architecture="granite", class_name="Granite", numbers=GRANITE_NUMBERS),
 }
@@ -320,7 +331,9 @@ DENSE = {
 EXPERTS = _stacks()
 
 
-def _experts(count: str = "num_experts", used: str = "num_experts_per_tok", size: str = "moe_intermediate_size") -> dict[str, str]:
+def _experts(
+    count: str = "num_experts", used: str = "num_experts_per_tok", size: str = "moe_intermediate_size"
+) -> dict[str, str]:
     return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": size}
 
 
@@ -341,10 +354,12 @@ _GLM4_MOE = MIXTURE._replace(
 
 MIXTURES = {
     "mixtral": MIXTURE._replace(
-        architecture="llama", class_name="Mixtral", fields=LOCAL_EXPERTS, pairs_neighbors=True, scalings=LLAMA3_SCALINGS,
+        architecture="llama", class_name="Mixtral", fields=LOCAL_EXPERTS, pairs_neighbors=True,
+        scalings=LLAMA3_SCALINGS,
     ),
     "qwen3_moe": MIXTURE._replace(
-        architecture="qwen3moe", class_name="Qwen3Moe", config=lambda facts: {**qwen_config(facts), "norm_topk_prob": True},
+        architecture="qwen3moe", class_name="Qwen3Moe",
+        config=lambda facts: {**qwen_config(facts), "norm_topk_prob": True},
     ),
     "qwen2_moe": MIXTURE._replace(
         architecture="qwen2moe", class_name="Qwen2Moe", tied=False, whole_heads=True,
@@ -374,10 +389,12 @@ MIXTURES = {
         fields=CORRECTED_EXPERTS | SCORE | {"attention.head_count": "num_key_value_heads"},
     ),
     "hunyuan_v1_moe": MIXTURE._replace(
-        architecture="hunyuan-moe", class_name="HunYuanMoEV1", fields=_experts(used="moe_topk", size="intermediate_size"),
+        architecture="hunyuan-moe", class_name="HunYuanMoEV1",
+        fields=_experts(used="moe_topk", size="intermediate_size"),
     ),
     "exaone_moe": MIXTURE._replace(
-        architecture="exaone-moe", class_name="ExaoneMoe", config=_exaone_config, scalings=LLAMA3_SCALINGS, windows=always, period=4,
+        architecture="exaone-moe", class_name="ExaoneMoe", config=_exaone_config, scalings=LLAMA3_SCALINGS,
+        windows=always, period=4,
         fields=CORRECTED_EXPERTS | SCORE | {"expert_count": "num_experts", "expert_shared_count": "num_shared_experts"},
     ),
     "afmoe": MIXTURE._replace(
@@ -392,16 +409,19 @@ MIXTURES = {
         architecture="minimax-m2", class_name="MiniMaxM2", fields=LOCAL_EXPERTS | SCORE, tied=False,
     ),
     "llama4_text": MIXTURE._replace(
-        architecture="llama4", class_name="Llama4", changes=_stacks((("transpose",),)), pairs_neighbors=True, scalings=LLAMA3_SCALINGS,
+        architecture="llama4", class_name="Llama4", changes=_stacks((("transpose",),)), pairs_neighbors=True,
+        scalings=LLAMA3_SCALINGS,
         fields=LOCAL_EXPERTS | {
             "feed_forward_length": "intermediate_size_mlp", "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         config=lambda facts: {"use_qk_norm": facts.count("expert_count") != 128},
     ),
     "mimo_v2_flash": MIXTURE._replace(
-        architecture="mimo2", class_name="MiMoV2Flash", changes={**EXPERTS, "sinks": renamed("sinks.weight")}, config=_mimo_config,
+        architecture="mimo2", class_name="MiMoV2Flash", changes={**EXPERTS, "sinks": renamed("sinks.weight")},
+        config=_mimo_config,
         fields=_experts("n_routed_experts") | SCORE | {
-            "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.value_length": "v_head_dim",
+            "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+            "attention.value_length": "v_head_dim",
         },
         metadata=_mimo_metadata, tied=False, windows=always,
         scaled_windows=False, scalings=frozenset({"default", "linear"}),

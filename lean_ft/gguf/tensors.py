@@ -1,4 +1,5 @@
-"""Weights of a GGUF file under their Hugging Face names, checked against the model and dequantized in strips while they are read.
+"""Weights of a GGUF file under their Hugging Face names, checked against the model and dequantized in strips while they
+are read.
 
 Source: llama.cpp, src/llama-model.cpp.
 """
@@ -29,15 +30,19 @@ _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _STRIP_NUMBERS = 2**18  # numbers dequantized at a time
 # Metadata that tensors' shapes show, that repeats other metadata, or that changes nothing for text.
 _UNCHECKED = {
-    "block_count", "vocab_size", "feed_forward_length", "expert_feed_forward_length", "expert_shared_feed_forward_length",
-    "rope.dimension_sections", "rope.scaling.finetuned", "rope.scaling.original_context_length", "attention.sliding_window_pattern", "full_attention_interval",
+    "block_count", "vocab_size", "feed_forward_length", "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+    "rope.dimension_sections", "rope.scaling.finetuned", "rope.scaling.original_context_length",
+    "attention.sliding_window_pattern", "full_attention_interval",
 }  # fmt: skip
 
 
 def gguf_tensors(folder: Path, model: "Decoder") -> dict[str, StoredTensor]:
-    """Return the weights of a folder of the cache by their Hugging Face names. `model` is the folder's, without weights.
+    """Return the weights of a folder of the cache by their Hugging Face names. `model` is the folder's, without
+    weights.
 
-    Raises ValueError if the GGUF file is gone, or unless it has the metadata and tensors that lean_ft would write for the model.
+    Raises ValueError if the GGUF file is gone, or unless it has the metadata and tensors that lean_ft would write for
+    the model.
     """
     index = read_json(folder / GGUF_INDEX)
     file = Path(index["file"])
@@ -57,7 +62,8 @@ def _check_metadata(facts: Facts, own: Mapping[str, Any], read: list[str]) -> No
     unused = {key for key in facts.values if key.startswith("ssm.") and facts.architecture.startswith("granite")}
     if unknown := sorted(facts.values.keys() - own.keys() - set(read) - _UNCHECKED - unused):
         raise ValueError(
-            f"{facts.file} has the metadata {', '.join(unknown)}, which lean_ft does not read for {facts.architecture}. {USE_FOLDER}"
+            f"{facts.file} has the metadata {', '.join(unknown)}, which lean_ft does not read for "
+            f"{facts.architecture}. {USE_FOLDER}"
         )
     for key in facts.values.keys() & own.keys() - _UNCHECKED:
         if not _is_same(facts.values[key], own[key], facts.num_layers):
@@ -85,13 +91,15 @@ def _check_tensors(facts: Facts, model: "Decoder", family: GGUFFamily) -> None:
         if names:
             few = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ValueError(
-                f"{facts.file} {problem} tensors of {facts.architecture}: {few}. Download the file again, or use another one."
+                f"{facts.file} {problem} tensors of {facts.architecture}: {few}. Download the file again, or use "
+                "another one."
             )
     for name, shape in expected.items():
         stored = facts.tensors[name].shape
         if [n for n in stored if n != 1] != [n for n in shape if n != 1]:
             raise ValueError(
-                f"{facts.file}: {name} has the shape {list(stored)}; expected {list(shape)} from the metadata. Download the file again."
+                f"{facts.file}: {name} has the shape {list(stored)}; expected {list(shape)} from the metadata. "
+                "Download the file again."
             )
     for name, divisors in divisors_of(model.config).items():
         if not np.allclose(facts.vector(name, len(divisors)), divisors, rtol=1e-4):

@@ -18,14 +18,15 @@ _PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": 
 
 
 def _checked_values(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of the tokenizer without their prefix, with a score for each token. Raises ValueError for another
-    tokenizer, and for values of the wrong type or number."""
+    """Return the metadata of the tokenizer without their prefix, with a score for each token. Raises ValueError for
+    another tokenizer, and for values of the wrong type or number."""
     values = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items() if k.startswith("tokenizer.ggml.")}
     model, tokens, types = values.get("model"), values.get("tokens"), values.get("token_type")
     if model not in ("gpt2", "llama", "gemma4"):
         raise ValueError(
             f"{file} has the tokenizer {model!r}; expected gpt2 (byte-level BPE), llama (SentencePiece BPE) or gemma4. "
-            "WordPiece (bert), unigram (t5), RWKV and PLaMo 2 are not supported. Use the model's Hugging Face folder instead."
+            "WordPiece (bert), unigram (t5), RWKV and PLaMo 2 are not supported. Use the model's Hugging Face folder "
+            "instead."
         )
     kinds = {f"tokenizer.ggml.{key}": kind for key, kind in _TYPES.items()}
     kinds |= {key: str for key in metadata if re.fullmatch(r"tokenizer\.chat_template(\..*)?", key, re.DOTALL)}
@@ -40,8 +41,8 @@ def _checked_values(file: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         if not whole or not all(type(entry) is kind for entry in entries):
             found = f"{len(entries)} entries" if isinstance(entries, list) else "none"
             raise ValueError(
-                f"{file}: tokenizer.ggml.{key} has {found}; expected one {kind.__name__} for each of {len(tokens or ())} tokens. "
-                "Download the file again."
+                f"{file}: tokenizer.ggml.{key} has {found}; expected one {kind.__name__} for each of "
+                f"{len(tokens or ())} tokens. Download the file again."
             )
     return {**values, "scores": scores}
 

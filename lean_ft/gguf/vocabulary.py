@@ -4,8 +4,8 @@ llama.cpp has two tokenizers for these families:
 
 - `gpt2`, byte-level BPE: merges in order, over text that is split by a named rule from a fixed list. The rule of a
   tokenizer.json is looked up by its steps. A rule without a name is rejected, since llama.cpp would split differently.
-- `llama`, SentencePiece BPE: repeatedly joins the two neighbors whose joined piece has the highest score. Scores come from
-  tokenizer.model, or from the order of the merges, which is the same order.
+- `llama`, SentencePiece BPE: repeatedly joins the two neighbors whose joined piece has the highest score. Scores come
+  from tokenizer.model, or from the order of the merges, which is the same order.
 
 llama.cpp does not normalize text. For a tokenizer that composes characters first (NFC, as Qwen's), uncomposed text gets
 other ids. Source: llama.cpp, docs and src/llama-vocab.cpp.
@@ -36,16 +36,16 @@ _PROBE = "a  b ﬁ½ ™"  # decodes differently if the tokenizer changes spaces
 def tokenizer_metadata(
     tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the metadata of a tokenizer, filled up to `vocab_size` tokens. `ends`: ids that end an answer, beside eos. `config`: the
-    model's config.json, whose special tokens are used if the tokenizer names none.
+    """Return the metadata of a tokenizer, filled up to `vocab_size` tokens. `ends`: ids that end an answer, beside eos.
+    `config`: the model's config.json, whose special tokens are used if the tokenizer names none.
 
     Raises ValueError if no tokenizer of llama.cpp gives the same ids.
     """
     folder = tokenizer.folder
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size} embeddings. Use the "
-            "tokenizer that belongs to the model."
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size} embeddings. Use "
+            "the tokenizer that belongs to the model."
         )
     pieces = folder / "tokenizer.model"
     has_pieces = pieces.is_file() and not is_rank_file(pieces)
@@ -85,7 +85,8 @@ def tokenizer_metadata(
 
 
 def _special_ids(tokenizer: Tokenizer, vocab_size: int, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of special tokens by llama.cpp's names. Without an eos id, llama.cpp uses token 11 of a byte-level tokenizer."""
+    """Return the ids of special tokens by llama.cpp's names. Without an eos id, llama.cpp uses token 11 of a byte-level
+    tokenizer."""
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
     for kind in _SPECIAL:  # not tokenizer.pad_id, which may be any token if the tokenizer names none
         token = tokenizer.special_tokens.get(f"{kind}_token")
@@ -107,15 +108,15 @@ def _from_byte_level(spec: dict[str, Any], folder: Path) -> tuple[list[str], lis
     if model["type"] != "BPE" or rule not in PRE_TOKENIZERS or normalizer != "NFC":
         known = ", ".join(sorted({names.split()[0] for names in PRE_TOKENIZERS.values()}))
         raise ValueError(
-            f"{folder / 'tokenizer.json'}: llama.cpp would give other ids, because it does not have this file's rule for "
-            f"splitting text (supported: {known})."
+            f"{folder / 'tokenizer.json'}: llama.cpp would give other ids, because it does not have this file's rule "
+            f"for splitting text (supported: {known})."
         )
     # llama.cpp drops bytes without a token. So does the `tokenizers` library, unless the file has an unknown token.
     missing = sorted({*ByteLevel.alphabet()} - model["vocab"].keys() - _NOT_IN_UTF8)
     if missing and model.get("unk_token") is not None:
         raise ValueError(
-            f"{folder / 'tokenizer.json'} encodes {len(missing)} bytes (the first is {missing[0]!r}) as {model['unk_token']!r}, and "
-            "llama.cpp would drop them."
+            f"{folder / 'tokenizer.json'} encodes {len(missing)} bytes (the first is {missing[0]!r}) as "
+            f"{model['unk_token']!r}, and llama.cpp would drop them."
         )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return *_listed(model["vocab"]), PRE_TOKENIZERS[rule].split()[0], merges
@@ -170,8 +171,8 @@ def _from_byte_fallback(spec: dict[str, Any], folder: Path) -> tuple[list[str], 
     finds_nothing = splitter.get("pattern") == {"String": " "}  # Gemma's, because the normalizer replaces spaces
     if (splitter and not finds_nothing) or steps not in (["Prepend", "Replace"], ["Replace"]):
         raise ValueError(
-            f"{folder / 'tokenizer.json'} marks the start of words with a pre-tokenizer, but llama.cpp marks the start of every "
-            "text. Put the model's tokenizer.model into the folder."
+            f"{folder / 'tokenizer.json'} marks the start of words with a pre-tokenizer, but llama.cpp marks the start "
+            "of every text. Put the model's tokenizer.model into the folder."
         )
     tokens, types = _listed(model["vocab"])
     types = [BYTE if _BYTE_PIECE.fullmatch(token) else kind for token, kind in zip(tokens, types, strict=True)]

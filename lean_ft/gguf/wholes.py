@@ -1,7 +1,8 @@
 """Language models of models that read images, as llama.cpp's converter writes them.
 
-llama.cpp reads the vision tower from a second file, an mmproj file. That file fits a file of the language model with the right
-architecture, the sections of positions with three axes, and the number of layers that get outputs of the tower.
+llama.cpp reads the vision tower from a second file, an mmproj file. That file fits a file of the language model with
+the right architecture, the sections of positions with three axes, and the number of layers that get outputs of the
+tower.
 
 Source: llama.cpp, conversion/*.py and src/llama-model.cpp (the order of rotated features).
 """
@@ -29,16 +30,18 @@ _ARCHITECTURES = {
 _SECTIONS, _DEEPSTACK = "rope.dimension_sections", "n_deepstack_layers"
 # Models for whose tower llama.cpp's converter writes an mmproj file.
 _WITH_MMPROJ = {*VISION_FAMILIES} | {
-    "exaone4_5", "gemma3n", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "internvl", "janus", "kimi_k25", "lighton_ocr", "llama4",
+    "exaone4_5", "gemma3n", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "internvl", "janus", "kimi_k25",
+    "lighton_ocr", "llama4",
     "minicpmv4_6", "paddleocr_vl", "qwen2_vl", "qwen2_5_omni_thinker",
 }  # fmt: skip
 
 
 def row_of(model: "Decoder") -> GGUFFamily:
-    """Return the row of a model's family. A language model of a model that reads images gets its own architecture and metadata.
+    """Return the row of a model's family. A language model of a model that reads images gets its own architecture and
+    metadata.
 
-    The family must be one of `GGUF_FAMILIES`. Raises ValueError if config.json or the GGUF file lacks a field that the row needs,
-    or has a wrong value of it.
+    The family must be one of `GGUF_FAMILIES`. Raises ValueError if config.json or the GGUF file lacks a field that the
+    row needs, or has a wrong value of it.
     """
     family, folder = GGUF_FAMILIES[model.source.config["model_type"]], model.source.folder
     if family.architecture_of is not None:
@@ -49,7 +52,8 @@ def row_of(model: "Decoder") -> GGUFFamily:
         architecture, further = _in_folder(model, family.architecture)
     if architecture in FAMILY_IN_WHOLE and _SECTIONS not in further:
         raise ValueError(
-            f"{folder}: config.json has no mrope_section in its rotary settings, which llama.cpp's architecture {architecture} needs."
+            f"{folder}: config.json has no mrope_section in its rotary settings, which llama.cpp's architecture "
+            f"{architecture} needs."
         )
     # llama.cpp rotates features i and i + R / 2 of a head wherever positions have three axes.
     pairs_neighbors = family.pairs_neighbors and _SECTIONS not in further
@@ -113,10 +117,11 @@ def remark_about_images(model: "Decoder") -> str:
     is_pixtral = name == "llava" and _whole_config(model).object("vision_config").get("model_type") == "pixtral"
     if name in _WITH_MMPROJ or is_pixtral:
         return (
-            f"\nThe language model is that of {name}. To read images, llama.cpp also needs the vision tower: an mmproj file of "
-            f"the original model, or one that this writes: convert_hf_to_gguf.py {quote(str(model.source.folder))} --mmproj"
+            f"\nThe language model is that of {name}. To read images, llama.cpp also needs the vision tower: an mmproj "
+            "file of the original model, or one that this writes: convert_hf_to_gguf.py "
+            f"{quote(str(model.source.folder))} --mmproj"
         )
     return (
-        f"\nThe language model is that of {name}, for text alone: llama.cpp's converter writes no file of this family's vision "
-        "tower (mmproj)."
+        f"\nThe language model is that of {name}, for text alone: llama.cpp's converter writes no file of this "
+        "family's vision tower (mmproj)."
     )

@@ -25,11 +25,13 @@ from lean_ft.tokenizers import Tokenizer
 
 # How matrices are stored -> llama.cpp's LlamaFileType. Vectors (norms, biases) are always float32.
 GGUF_KINDS = {
-    "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q6_k": 18, "q5_k_m": 17, "q4_k_m": 15, "q4_0": 2, "iq4_nl": 25, "mxfp4": 38,
+    "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q6_k": 18, "q5_k_m": 17, "q4_k_m": 15, "q4_0": 2, "iq4_nl": 25,
+    "mxfp4": 38,
 }  # fmt: skip
 
 _AGAIN = " Download the file again."
-# Fields of the configuration that change no number of the forward pass, or none beyond rounding; of text, positions on three axes.
+# Fields of the configuration that change no number of the forward pass, or none beyond rounding; of text, positions on
+# three axes.
 _WITHOUT_EFFECT = {"initializer_range", "router_aux_loss_coef", "axes"}
 # The file has the divisors of frequencies that these fields of RopeConfig give.
 _IN_DIVISORS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "attention_factor"}
@@ -42,8 +44,8 @@ def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
         raise ValueError(f"{folder}: llama.cpp does not compute {name} as it was trained: {REFUSED[name]}.")
     if name not in GGUF_FAMILIES:
         raise ValueError(
-            f"{folder}: --gguf supports the families {', '.join(GGUF_FAMILIES)}, but this is {name}. Export a Hugging Face "
-            "folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
+            f"{folder}: --gguf supports the families {', '.join(GGUF_FAMILIES)}, but this is {name}. Export a Hugging "
+            "Face folder (without --gguf) and convert it with llama.cpp's convert_hf_to_gguf.py."
         )
     family = row_of(model)
     name = next(other for other, row in GGUF_FAMILIES.items() if row is GGUF_FAMILIES[name])  # mistral is read as llama
@@ -70,7 +72,8 @@ def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
 
 
 def _read_back(model: Decoder, family: GGUFFamily, name: str) -> DecoderConfig:
-    """The configuration that is read from the header of a model's file. Raises ValueError if the header cannot be read."""
+    """The configuration that is read from the header of a model's file. Raises ValueError if the header cannot be
+    read."""
     metadata = {f"{family.architecture}.{key}": value for key, value in architecture_metadata(model, family).items()}
     tensors = {key: TensorPlace("F32", tuple(tensor.shape), 0, 0) for key, tensor in all_tensors(model, family, "meta")}
     metadata["general.architecture"] = family.architecture
@@ -115,7 +118,8 @@ def write_gguf(
 ) -> Errors:
     """Write a file, and return the relative errors of its quantized tensors.
 
-    entries: kind and shape of each tensor. Floats of the metadata are stored in 32 bits. Raises ValueError if a weight is too large for its kind.
+    entries: kind and shape of each tensor. Floats of the metadata are stored in 32 bits. Raises ValueError if a weight
+    is too large for its kind.
     """
     gguf = gguf_package()
     writer, errors = gguf.GGUFWriter(file, architecture), Errors()

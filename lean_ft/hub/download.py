@@ -1,10 +1,11 @@
 """Download models from the Hugging Face Hub into the Hub's own cache, at a known commit.
 
-The huggingface_hub client provides the cache, the token (which this module never reads) and the progress bars. This module
-fetches only files that finetuning reads, and explains each failure in one message (`lean_ft.hub.errors`). It fetches one
-file at a time, weights last: a snapshot that has its weights is complete, and Ctrl-C stops at once and loses at most part of
-one file. (hf-xet still transfers a large file in parallel.) `snapshot_download` instead waits for the files under way before
-it stops, and records a branch's new commit before its files are there.
+The huggingface_hub client provides the cache, the token (which this module never reads) and the progress bars. This
+module fetches only files that finetuning reads, and explains each failure in one message (`lean_ft.hub.errors`). It
+fetches one
+file at a time, weights last: a snapshot that has its weights is complete, and Ctrl-C stops at once and loses at most
+part of one file. (hf-xet still transfers a large file in parallel.) `snapshot_download` instead waits for the files
+under way before it stops, and records a branch's new commit before its files are there.
 """
 
 import json
@@ -85,9 +86,9 @@ def download(
 ) -> Snapshot:
     """Download a model's files into the Hub's cache, or into `output_dir`. Files that are there already are kept.
 
-    `include` selects the files that match one of its patterns (`*.md`, `original/*`); without it, all files but `SKIPPED`
-    are selected. `exclude` removes files from the selection. Raises ValueError for problems that the user can fix (name,
-    revision, license, token, pattern), and DownloadFailed if the network, the Hub or the disk fails.
+    `include` selects the files that match one of its patterns (`*.md`, `original/*`); without it, all files but
+    `SKIPPED` are selected. `exclude` removes files from the selection. Raises ValueError for problems that the user can
+    fix (name, revision, license, token, pattern), and DownloadFailed if the network, the Hub or the disk fails.
     """
     name = parse_name(repo if revision is None else f"{repo}@{revision}")
     if name is None:
@@ -108,9 +109,9 @@ def download(
 def model_folder(name: RepositoryName, weights: bool = True) -> Path:
     """Return the folder of a model's snapshot in the Hub's cache, downloaded if necessary.
 
-    A complete cached commit needs no network. A branch or tag is looked up on the Hub; if the Hub cannot be reached, its
-    newest complete copy in the cache is used, with a warning. `weights=False` downloads no safetensors files. Raises as
-    `download` does.
+    A complete cached commit needs no network. A branch or tag is looked up on the Hub; if the Hub cannot be reached,
+    its newest complete copy in the cache is used, with a warning. `weights=False` downloads no safetensors files.
+    Raises as `download` does.
     """
     cached = find_cached(name, weights)
     names = (name.file,) if name.file else TOKENIZER_FILES
@@ -157,7 +158,8 @@ def _invalid_answer(what: str, found: Any) -> DownloadFailed:
     from huggingface_hub import constants
 
     return DownloadFailed(
-        f"{constants.ENDPOINT} returned an invalid value for {what}: {str(found)[:100]!r}. Nothing was written. Check HF_ENDPOINT."
+        f"{constants.ENDPOINT} returned an invalid value for {what}: {str(found)[:100]!r}. Nothing was written. Check "
+        "HF_ENDPOINT."
     )
 
 
@@ -184,13 +186,14 @@ def _check_file(path: Path, size_bytes: int, home: Path) -> None:
         raise _invalid_answer("the place of a file", path.resolve())
     if size_bytes and path.stat().st_size != size_bytes:
         raise DownloadFailed(
-            f"{path} has {path.stat().st_size:,} bytes, and the Hub's file has {size_bytes:,}. Delete {path.resolve()} and repeat "
-            "the command."
+            f"{path} has {path.stat().st_size:,} bytes, and the Hub's file has {size_bytes:,}. Delete {path.resolve()} "
+            "and repeat the command."
         )
 
 
 def _select(repo: str, sizes: dict[str, int], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Return the files to fetch in order: small files, config.json, then weights. Each is complete once the next exists."""
+    """Return the files to fetch in order: small files, config.json, then weights. Each is complete once the next
+    exists."""
     from huggingface_hub.utils import filter_repo_objects
 
     def matching(allowed: Sequence[str], ignored: Sequence[str] = ()) -> list[str]:
@@ -198,8 +201,8 @@ def _select(repo: str, sizes: dict[str, int], include: Sequence[str], exclude: S
 
     if not include and WEIGHTS not in exclude and not matching([WEIGHTS], SKIPPED):
         raise ValueError(
-            f"{repo} has no safetensors weights, which lean_ft needs (it has {_listed(matching(SKIPPED), 3)}). Choose another "
-            "repository of the model, or pass --include PATTERN to download files of any kind."
+            f"{repo} has no safetensors weights, which lean_ft needs (it has {_listed(matching(SKIPPED), 3)}). Choose "
+            "another repository of the model, or pass --include PATTERN to download files of any kind."
         )
     selected = matching(include, exclude) if include else matching(["*"], [*SKIPPED, *exclude])
     if not selected:
@@ -240,8 +243,8 @@ def _check_disk(name: RepositoryName, sizes: dict[str, int], folder: Path | None
     free = shutil.disk_usage(target).free
     if needed > free:
         raise DownloadFailed(
-            f"{name.repo} needs {gigabytes(needed)} more disk space, and {target} has {gigabytes(free)} free. Nothing was "
-            f"downloaded. {OTHER_DISK}"
+            f"{name.repo} needs {gigabytes(needed)} more disk space, and {target} has {gigabytes(free)} free. Nothing "
+            f"was downloaded. {OTHER_DISK}"
         )
 
 
@@ -262,7 +265,8 @@ def _fetch(name: RepositoryName, sizes: dict[str, int], folder: Path | None) -> 
                 _check_file(path, size, folder or snapshot_folder.parents[1])
         except KeyboardInterrupt as error:
             error.add_note(
-                f"{num_complete} of {len(sizes)} files of {name.repo} are complete and kept. The same command resumes with {file}."
+                f"{num_complete} of {len(sizes)} files of {name.repo} are complete and kept. The same command resumes "
+                f"with {file}."
             )
             raise
     return snapshot_folder
@@ -305,7 +309,8 @@ def cached_name(folder: Path) -> RepositoryName | None:
 
 
 def home_of_links(folder: Path) -> Path:
-    """Return where links in a model's folder may lead: the repository's blobs for a snapshot, else the folder itself."""
+    """Return where links in a model's folder may lead: the repository's blobs for a snapshot, else the folder
+    itself."""
     return folder if cached_name(folder) is None else folder.parent.parent / "blobs"
 
 

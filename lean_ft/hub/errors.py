@@ -67,13 +67,13 @@ def _explanation(error: Exception, repo: str, revision: str | None) -> Exception
     if caused_by(errors.RepositoryNotFoundError):
         token = "a token of an account that may read it" if get_token() is not None else f"a token: {login}"
         return RepositoryNotFound(
-            f"the Hugging Face Hub has no repository {repo!r} that you may read (error {status}). Check the spelling at "
-            f"{hub}/models?search={repo.partition('/')[2]}; a private repository needs {token}."
+            f"the Hugging Face Hub has no repository {repo!r} that you may read (error {status}). Check the spelling "
+            f"at {hub}/models?search={repo.partition('/')[2]}; a private repository needs {token}."
         )
     if status == 401:
         return ValueError(
-            f"the Hugging Face Hub rejects your token (error 401): it is mistyped, expired or revoked. Create a token at "
-            f"{hub}/settings/tokens and set it: {login}."
+            "the Hugging Face Hub rejects your token (error 401): it is mistyped, expired or revoked. Create a token "
+            f"at {hub}/settings/tokens and set it: {login}."
         )
     if status == 403:
         return ValueError(f"your token may not read {repo} (error 403). Use a token that may: {login}.")
@@ -82,12 +82,13 @@ def _explanation(error: Exception, repo: str, revision: str | None) -> Exception
     if caused_by(errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
         name = repo if revision is None else f"{repo}@{revision}"
         return HubUnreachable(
-            f"HF_HUB_OFFLINE is set, so {name} is not downloaded. Unset it to download. Offline runs use complete models in "
-            f"{constants.HF_HUB_CACHE}."
+            f"HF_HUB_OFFLINE is set, so {name} is not downloaded. Unset it to download. Offline runs use complete "
+            f"models in {constants.HF_HUB_CACHE}."
         )
     if status is not None:
         return DownloadFailed(
-            f"the Hugging Face Hub answered with error {status} for {repo}. Repeat the command later: complete files are kept."
+            f"the Hugging Face Hub answered with error {status} for {repo}. Repeat the command later: complete files "
+            "are kept."
         )
     if caused_by(ConnectionError, TimeoutError) or any(type(e).__module__.startswith(_HTTP_CLIENTS) for e in chain):
         return HubUnreachable(

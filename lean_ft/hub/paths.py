@@ -1,4 +1,5 @@
-"""Resolve the paths that users give: a folder or file on disk, a model on the Hub, or an embedded model or data file."""
+"""Resolve the paths that users give: a folder or file on disk, a model on the Hub, or an embedded model or data
+file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +17,13 @@ EMBEDDED = ("tiny", "tiny-images", "tiny-tools")
 
 
 def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
-    """Return the folder of the model `path`: a folder on disk, an embedded model by its name, or a repository of the Hub
-    (`org/name` or `org/name@revision`), downloaded into the Hub's cache if necessary. For a GGUF file on disk or of a
-    repository (`org/name:FILE.gguf`), return a folder of the cache with its configuration and tokenizer.
+    """Return the folder of the model `path`: a folder on disk, an embedded model by its name, or a repository of the
+    Hub (`org/name` or `org/name@revision`), downloaded into the Hub's cache if necessary. For a GGUF file on disk or of
+    a repository (`org/name:FILE.gguf`), return a folder of the cache with its configuration and tokenizer.
 
-    A folder or file on disk has precedence, and a run directory means its newest checkpoint. `weights=False` downloads no safetensors
-    files. Raises ValueError if there is no such folder or repository, and the errors of `lean_ft.hub.download`.
+    A folder or file on disk has precedence, and a run directory means its newest checkpoint. `weights=False` downloads
+    no safetensors files. Raises ValueError if there is no such folder or repository, and the errors of
+    `lean_ft.hub.download`.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -80,10 +82,11 @@ def free_directory(path: str | Path) -> str:
 
 
 def path_at_commit(path: str | Path, begun: str | None = None) -> str | Path:
-    """Return a Hub repository as `org/name@commit` at its current commit, which never changes, and any other path as it is.
+    """Return a Hub repository as `org/name@commit` at its current commit, which never changes, and any other path as it
+    is.
 
-    A path that names no revision keeps the commit of `begun`, which a run began with. Downloads all files but the weights.
-    Raises as `resolve_model_path` does.
+    A path that names no revision keeps the commit of `begun`, which a run began with. Downloads all files but the
+    weights. Raises as `resolve_model_path` does.
     """
     name = repository_name(path)
     if name is None or name.names_commit:
@@ -96,8 +99,8 @@ def path_at_commit(path: str | Path, begun: str | None = None) -> str | Path:
 
 
 def repository_name(path: str | Path) -> hub.RepositoryName | None:
-    """Return the Hub repository that a model path names; None for a folder, for an invalid name, and for a missing run: a
-    path below `runs`, or next to a run."""
+    """Return the Hub repository that a model path names; None for a folder, for an invalid name, and for a missing run:
+    a path below `runs`, or next to a run."""
     folder = Path(path).expanduser()
     name = None if folder.exists() else hub.parse_name(str(path))
     is_run = name is not None and (folder.parts[0] == "runs" or any(folder.parent.glob("*/metrics.jsonl")))
@@ -122,7 +125,8 @@ def _nearest_folder(missing: Path) -> str:
 
 
 def resolve_data_path(path: str | Path) -> Path:
-    """Return the path of a data file: on disk, or an embedded file such as `tiny/train.jsonl` or `tiny-images/train.jsonl.gz`.
+    """Return the path of a data file: on disk, or an embedded file such as `tiny/train.jsonl` or
+    `tiny-images/train.jsonl.gz`.
 
     A file on disk has precedence. The returned file may not exist.
     """

@@ -1,8 +1,8 @@
 """Upload a run's model to the Hugging Face Hub, with a model card.
 
-The upload is the newest complete checkpoint, or the given one, without its training state: a model folder, or an adapter in
-PEFT's format. README.md is the card; curves.png is added if matplotlib is installed. All files are one commit, so the
-repository never has a partial upload. The client uploads (Xet or LFS) and reads the token.
+The upload is the newest complete checkpoint, or the given one, without its training state: a model folder, or an
+adapter in PEFT's format. README.md is the card; curves.png is added if matplotlib is installed. All files are one
+commit, so the repository never has a partial upload. The client uploads (Xet or LFS) and reads the token.
 """
 
 import json
@@ -29,11 +29,12 @@ _FACTS = ("lean_ft", "torch", "python", "device", "processes", "git_commit", "da
 
 
 def push(source: str | Path, repo: str, *, public: bool = False, license: str | None = None) -> str:
-    """Upload the model of a run, a checkpoint or a folder to the repository `repo` (org/name), and return the commit's URL.
+    """Upload the model of a run, a checkpoint or a folder to the repository `repo` (org/name), and return the commit's
+    URL.
 
     A new repository is private unless `public`. `license` is the Hub's id of the model's license, for the card. Raises
-    ValueError if the source is not complete, the name is invalid, or no token may write to the repository, and DownloadFailed
-    for other failures of the network or the Hub.
+    ValueError if the source is not complete, the name is invalid, or no token may write to the repository, and
+    DownloadFailed for other failures of the network or the Hub.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -50,8 +51,8 @@ def push(source: str | Path, repo: str, *, public: bool = False, license: str | 
         status = error.response.status_code
         if status in (401, 403):
             raise ValueError(
-                f"your token may not write to {repo} (error {status}). Use a token that may: `hf auth login`, or the variable "
-                "HF_TOKEN."
+                f"your token may not write to {repo} (error {status}). Use a token that may: `hf auth login`, or the "
+                "variable HF_TOKEN."
             ) from None
         raise DownloadFailed(
             f"the Hugging Face Hub answered with error {status}; {repo} is unchanged. Repeat the command later."
@@ -63,7 +64,8 @@ def push(source: str | Path, repo: str, *, public: bool = False, license: str | 
 
 
 def prepare(source: str | Path, repo: str, license: str | None = None) -> tuple[Path, dict[str, Any], list[str]]:
-    """Return the model's folder, the files to upload (path in the repository -> file or content), and what the card lacks.
+    """Return the model's folder, the files to upload (path in the repository -> file or content), and what the card
+    lacks.
 
     Raises ValueError if the source is not complete or the name is invalid.
     """

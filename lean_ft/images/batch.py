@@ -11,8 +11,8 @@ if TYPE_CHECKING:  # processes that tokenize load this file, and not torch
 class Images(NamedTuple):
     """Patches of all distinct images of a batch, one image after the other, and where their embeddings go.
 
-    Patches of one image are in blocks of `merge` x `merge`, row by row, so that a token's patches are consecutive. Some families
-    cut an image into tiles. Each tile has its own grid, and its patches see no other tile.
+    Patches of one image are in blocks of `merge` x `merge`, row by row, so that a token's patches are consecutive. Some
+    families cut an image into tiles. Each tile has its own grid, and its patches see no other tile.
     """
 
     patches: Tensor  # (P, C, p, p) uint8

@@ -72,7 +72,8 @@ def within_tokens(size: Size, limit: int, *, multiple: int) -> Tiling:
 
 
 def tiled(size: Size, limit: int, *, tile: int, split: bool) -> Tiling:
-    """Scale the longest side to `limit`, enlarge to multiples of a tile, and cut; the thumbnail is one tile (SmolVLM)."""
+    """Scale the longest side to `limit`, enlarge to multiples of a tile, and cut; the thumbnail is one tile
+    (SmolVLM)."""
     width, height = scaled = _with_longest(size, limit)
     ratio, one = width / height, Size(tile, tile)
     if width >= height:

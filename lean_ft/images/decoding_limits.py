@@ -1,13 +1,14 @@
 """Limits of the memory for images: an estimate from an image's header, and one budget for all threads of a process.
 
-A file of a few bytes can hold an image of gigabytes. The header states the image's size and form, which determine how much memory
-Pillow and its libraries need. `SMALL_BYTES` are always allowed, and more in proportion to the size of the file. All images that a
-process decodes at a time share `BUDGET_BYTES`. A JPEG beyond the limits is decoded at a half, a quarter or an eighth of its
-sides. Any other image beyond them is refused before it is decoded.
+A file of a few bytes can hold an image of gigabytes. The header states the image's size and form, which determine how
+much memory Pillow and its libraries need. `SMALL_BYTES` are always allowed, and more in proportion to the size of the
+file. All images that a process decodes at a time share `BUDGET_BYTES`. A JPEG beyond the limits is decoded at a half, a
+quarter or an eighth of its sides. Any other image beyond them is refused before it is decoded.
 
 Not limited: the memory of several processes together. A process of data preparation decodes one image at a time.
 
-Source of the numbers: peak resident memory of fresh processes with Pillow 13.0, libjpeg-turbo 3.2, libwebp 1.6 and libtiff 4.7.
+Source of the numbers: peak resident memory of fresh processes with Pillow 13.0, libjpeg-turbo 3.2, libwebp 1.6 and
+libtiff 4.7.
 """
 
 import re
@@ -36,7 +37,8 @@ _MAX_RUN_LENGTH_PIXELS = 1 << 22  # of a run-length BMP, which Pillow decodes pi
 _WEBP_BYTES = 16  # per pixel: two canvases of the decoder, a frame, and the image
 _BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # per pixel by mode; others have 4
 _TIFF_FORMS = {
-    "raw", "tiff_ccitt", "group3", "group4", "packbits", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "zstd", "lzma", "jpeg",
+    "raw", "tiff_ccitt", "group3", "group4", "packbits", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "zstd",
+    "lzma", "jpeg",
     "tiff_jpeg",
 }  # fmt: skip
 _JPEG_MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)  # with a length behind it
@@ -69,12 +71,14 @@ def check_size(size: tuple[int, int], most: int = MAX_PIXELS) -> None:
     width, height = size
     if not 0 < width * height <= most or max(size) > MAX_SIDE:
         raise RefusedImage(
-            f"it has {width} x {height} pixels; expected between 1 and {most} pixels, and at most {MAX_SIDE} on a side. Scale it down."
+            f"it has {width} x {height} pixels; expected between 1 and {most} pixels, and at most {MAX_SIDE} on a "
+            "side. Scale it down."
         )
 
 
 def fit(image: ImageFile, num_file_bytes: int) -> None:
-    """Choose a lower size for a JPEG that needs it. Raises RefusedImage if decoding an image would take too much time."""
+    """Choose a lower size for a JPEG that needs it. Raises RefusedImage if decoding an image would take too much
+    time."""
     is_jpeg = isinstance(image, JpegImageFile)
     check_size(image.size, MAX_JPEG_PIXELS if is_jpeg else MAX_PIXELS)
     if isinstance(image, JpegImageFile):
@@ -93,8 +97,8 @@ def check_need(num_bytes: int, num_file_bytes: int) -> None:
     """Raise RefusedImage if an image needs more memory than its file may take."""
     if num_bytes > (most := _most_bytes(num_file_bytes)):
         raise RefusedImage(
-            f"it would take {num_bytes >> 20:,} MiB of memory; the limit for a file of {num_file_bytes:,} bytes is {most >> 20:,} MiB. "
-            "Scale it down."
+            f"it would take {num_bytes >> 20:,} MiB of memory; the limit for a file of {num_file_bytes:,} bytes is "
+            f"{most >> 20:,} MiB. Scale it down."
         )
 
 
@@ -181,7 +185,8 @@ def _coefficient_bytes(image: JpegImageFile) -> int:
 
 
 def _scans(image: JpegImageFile, most: int) -> list[int]:
-    """The number of colors in each scan, up to one more than `most` scans; of a JPEG in one scan, the first scan alone."""
+    """The number of colors in each scan, up to one more than `most` scans; of a JPEG in one scan, the first scan
+    alone."""
     assert image.fp is not None
     found = list[int]()
     for amount in (_START_BYTES, -1):

@@ -1,6 +1,8 @@
-"""Forms of an image in rows, prompts and requests: a path, a URL, base64 text, encoded bytes, or an object with one of these.
+"""Forms of an image in rows, prompts and requests: a path, a URL, base64 text, encoded bytes, or an object with one of
+these.
 
-The content of a text decides whether it is base64 or a path, not its length: base64 of an image begins as image files do.
+The content of a text decides whether it is base64 or a path, not its length: base64 of an image begins as image files
+do.
 """
 
 import base64
@@ -19,7 +21,8 @@ _FROM_URL_SAFE = str.maketrans("-_", "+/")
 
 
 def image_in(value: Any) -> Any:
-    """Return the path, URL, encoded bytes or other value that an object holds under `KEYS`. Return other values unchanged.
+    """Return the path, URL, encoded bytes or other value that an object holds under `KEYS`. Return other values
+    unchanged.
 
     Base64 text becomes bytes. Raises ValueError for an object without an image, and for invalid base64.
     """
@@ -34,7 +37,8 @@ def image_in(value: Any) -> Any:
 
 
 def as_url(value: Any) -> str:
-    """Return the data URL of an image in a request. Another URL or a path is returned unchanged. Raises ValueError for other values."""
+    """Return the data URL of an image in a request. Another URL or a path is returned unchanged. Raises ValueError for
+    other values."""
     key, value = _unwrapped(value)
     if not isinstance(value, str):
         raise ValueError(f"an image is {short(value)}; expected a text.")
@@ -44,7 +48,8 @@ def as_url(value: Any) -> str:
 
 
 def _unwrapped(value: Any) -> tuple[str | None, Any]:
-    """Return the innermost key of nested objects that hold an image, and its value; None and the value if it is no object."""
+    """Return the innermost key of nested objects that hold an image, and its value; None and the value if it is no
+    object."""
     key = None
     while isinstance(value, Mapping):
         found = next((name for name in KEYS if value.get(name) is not None), None)

@@ -1,9 +1,9 @@
 """Convert a maximum number of tokens per image to the limit of a family's processor: pixels, a longest side, or tokens.
 
-A run with `data.image_tokens` applies the processor's own rule with this limit, and its checkpoints have the limit in the
-processor's files. So other programs give an image as many tokens as the run did. `difference` names the exceptions: processors
-that limit the longest side, while the run scales each image by its own shape, and Gemma 4's, which accepts only a few numbers.
-An image that is more than N times as wide as high is scaled down further in every family.
+A run with `data.image_tokens` applies the processor's own rule with this limit, and its checkpoints have the limit in
+the processor's files. So other programs give an image as many tokens as the run did. `difference` names the exceptions:
+processors that limit the longest side, while the run scales each image by its own shape, and Gemma 4's, which accepts
+only a few numbers. An image that is more than N times as wide as high is scaled down further in every family.
 
 Source: `image_processing_*.py` of each family in transformers 5.23.
 """
@@ -33,7 +33,8 @@ class _Limit(NamedTuple):
 
 
 def limit_of(rules: "ImageRules", tokens: int) -> int:
-    """Return the limit of `rules` at which images have at most `tokens` tokens; the present limit if none fits all shapes."""
+    """Return the limit of `rules` at which images have at most `tokens` tokens; the present limit if none fits all
+    shapes."""
     return _limit(rules).of_tokens(rules, tokens)
 
 
@@ -56,7 +57,10 @@ def difference(rules: "ImageRules") -> str:
         return "the folder's processor limits the longest side, so images that are not square have fewer tokens there"
     if rules.limit in _NUMBERS_OF_GEMMA_4:
         return ""
-    return f"the folder's processor takes only {', '.join(map(str, _NUMBERS_OF_GEMMA_4))}, so images have other sizes there"
+    return (
+        f"the folder's processor takes only {', '.join(map(str, _NUMBERS_OF_GEMMA_4))}, so images have other sizes "
+        "there"
+    )
 
 
 def _function(rules: "ImageRules") -> Any:

@@ -1,7 +1,7 @@
 """Upright pixels of an image, in RGB or gray. Images are converted in strips of rows, to save memory.
 
-Values of 16 bits are scaled to 8, as Pillow does for colors of 16 bits. Images whose values have no known range are refused:
-32-bit integers, signed integers and fractions.
+Values of 16 bits are scaled to 8, as Pillow does for colors of 16 bits. Images whose values have no known range are
+refused: 32-bit integers, signed integers and fractions.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ from lean_ft.images.decoding_limits import RefusedImage
 
 _STRIP_PIXELS = 1 << 20
 _ORIENTATION = 0x0112
-# Orientation -> the operation that makes an image upright, whether it swaps the axes, and whether columns and rows of the stored
-# image are counted from their end.
+# Orientation -> the operation that makes an image upright, whether it swaps the axes, and whether columns and rows of
+# the stored image are counted from their end.
 _TURNS = {
     2: (Image.Transpose.FLIP_LEFT_RIGHT, False, True, False),
     3: (Image.Transpose.ROTATE_180, False, True, True),
@@ -37,7 +37,8 @@ def check_colors(image: Image.Image) -> None:
     """Raise RefusedImage if the colors of an image are not known from its file."""
     if image.mode in _UNKNOWN_RANGE:
         raise RefusedImage(
-            f"its values are {_UNKNOWN_RANGE[image.mode]}, whose range is not known. Scale them to unsigned integers of 8 or 16 bits."
+            f"its values are {_UNKNOWN_RANGE[image.mode]}, whose range is not known. Scale them to unsigned integers "
+            "of 8 or 16 bits."
         )
 
 
@@ -53,7 +54,8 @@ def orientation(image: Image.Image) -> int:
 
 
 def is_gray(image: Image.Image) -> bool:
-    """Whether an image has one color and no transparency. It is resized in gray, which takes a quarter of the memory."""
+    """Whether an image has one color and no transparency. It is resized in gray, which takes a quarter of the
+    memory."""
     return image.mode in ("1", "L", *_OF_16_BITS) and not image.has_transparency_data
 
 
@@ -63,8 +65,8 @@ def is_upright(image: Image.Image) -> bool:
 
 
 class Upright:
-    """A decoded image, held as it is stored, that returns upright pixels on white. `whole` closes the image of a file once it has
-    converted it, to free its memory."""
+    """A decoded image, held as it is stored, that returns upright pixels on white. `whole` closes the image of a file
+    once it has converted it, to free its memory."""
 
     def __init__(self, image: Image.Image) -> None:
         check_colors(image)

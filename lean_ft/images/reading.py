@@ -1,10 +1,10 @@
 """Open the images of rows, from paths or bytes.
 
-A reference names an image in stored data: a path with the file's size and time, or the encoded image itself. Equal references
-are equal images. Every fault of an image (missing, changed, broken, too large) is a ValueError.
+A reference names an image in stored data: a path with the file's size and time, or the encoded image itself. Equal
+references are equal images. Every fault of an image (missing, changed, broken, too large) is a ValueError.
 
-Left out: URLs, which are never fetched, and an EXIF orientation stored after the pixels of a PNG file, because reading it takes
-as long as decoding the image.
+Left out: URLs, which are never fetched, and an EXIF orientation stored after the pixels of a PNG file, because reading
+it takes as long as decoding the image.
 """
 
 import errno
@@ -38,8 +38,8 @@ warnings.filterwarnings("ignore", module=r"PIL\.")  # broken metadata, which not
 def reference(value: Any, folder: Path) -> bytes:
     """The reference of an image in a row.
 
-    value: a path, relative to `folder`; a data URL; base64 text; encoded bytes; an image of Pillow, which is stored as PNG; or an
-    object that has one of these (`lean_ft.images.forms`).
+    value: a path, relative to `folder`; a data URL; base64 text; encoded bytes; an image of Pillow, which is stored as
+    PNG; or an object that has one of these (`lean_ft.images.forms`).
 
     The image is not opened. Raises ValueError for any other value, a missing file and an http URL.
     """
@@ -64,8 +64,9 @@ def reference(value: Any, folder: Path) -> bytes:
 def open_image(reference: bytes, rules: ImageRules | None = None) -> Image.Image:
     """Open an image without decoding it. Close it, or use it as a context manager.
 
-    rules: of the model's family, to count the memory for resizing too. A JPEG beyond the limits is opened at a lower size.
-    Raises ValueError if the image is unreadable or takes too much memory, or if its file changed since its reference was made.
+    rules: of the model's family, to count the memory for resizing too. A JPEG beyond the limits is opened at a lower
+    size. Raises ValueError if the image is unreadable or takes too much memory, or if its file changed since its
+    reference was made.
     """
     kind, _, rest = reference.partition(b":")
     if kind == b"data":
@@ -106,7 +107,8 @@ def size_of(image: Image.Image) -> Size:
 
 
 def check(image: Image.Image) -> None:
-    """Raise ValueError if an image is broken behind its header, at less than the cost of decoding it. The image cannot be used then.
+    """Raise ValueError if an image is broken behind its header, at less than the cost of decoding it. The image cannot
+    be used then.
 
     A JPEG is decoded at an eighth of its size, the checksums of a PNG are compared, and any other image is decoded.
     """

@@ -1,10 +1,10 @@
 """Images of a row: resized and cut into patches as the model family's processor does, with Pillow and NumPy alone.
 
-The number of an image's tokens depends on its size alone, which its header has. So rows are measured, packed and planned
-without decoding an image, and each image is decoded when its batch is built.
+The number of an image's tokens depends on its size alone, which its header has. So rows are measured, packed and
+planned without decoding an image, and each image is decoded when its batch is built.
 
-Pixels equal those of the processors of transformers that use Pillow; its processors that use torchvision round differently. A
-setting that changes pixels and is not implemented is refused.
+Pixels equal those of the processors of transformers that use Pillow; its processors that use torchvision round
+differently. A setting that changes pixels and is not implemented is refused.
 
 Shapes: P patches of an image, p pixels of a patch's side.
 """
@@ -50,7 +50,8 @@ Text = Callable[[Tiling, list[tuple[int, int]]], tuple[str, tuple[int, ...]]]
 
 
 def _resizing_pixels(size: Size, target: Size) -> int:
-    """The most pixels that Pillow holds while it resizes one axis after the other. The shape decides which axis is first."""
+    """The most pixels that Pillow holds while it resizes one axis after the other. The shape decides which axis is
+    first."""
     if target == size:
         return math.prod(size)
     between = max(target.width * size.height, size.width * target.height)
@@ -85,7 +86,8 @@ class ImageRules:
         return ImageLayout(grids, *self.text(cut, tokens))
 
     def limited(self, max_tokens: int | None) -> "ImageRules":
-        """These rules with images scaled down to at most `max_tokens` tokens. Raises ValueError if images cannot have so few."""
+        """These rules with images scaled down to at most `max_tokens` tokens. Raises ValueError if images cannot have
+        so few."""
         usual = self.limit if self.usual_limit is None else self.usual_limit
         rules = replace(self, max_tokens=None, limit=usual, usual_limit=usual)
         if max_tokens is not None:
@@ -97,13 +99,15 @@ class ImageRules:
         """Raise ValueError if images may be longer than the attention window, beyond which programs differ."""
         if self.window is not None and self.limit > self.window:
             raise ValueError(
-                f"images have up to {self.limit} tokens, and this model's attention has windows of {self.window}. Programs differ for longer "
-                "images: beyond the window, an image attends to itself in transformers' training, but not in its generation or in vLLM. Set "
-                f"data.image_tokens={self.window}, or max_soft_tokens in the model's folder."
+                f"images have up to {self.limit} tokens, and this model's attention has windows of {self.window}. "
+                "Programs differ for longer images: beyond the window, an image attends to itself in transformers' "
+                f"training, but not in its generation or in vLLM. Set data.image_tokens={self.window}, or "
+                "max_soft_tokens in the model's folder."
             )
 
     def patches(self, image: "Upright", into: np.ndarray | None = None) -> np.ndarray:
-        """The patches (P, 3, p, p) of an image as bytes, in blocks of `merge` x `merge`, tile after tile. into: an array for them."""
+        """The patches (P, 3, p, p) of an image as bytes, in blocks of `merge` x `merge`, tile after tile. into: an
+        array for them."""
         cut, small = self._cut(image.size), None
         if cut.thumbnail is not None and not cut.thumbnail_of_resized:
             small = image.resized(cut.thumbnail, self.resample)
@@ -137,7 +141,8 @@ class ImageRules:
             yield pixels.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side)
 
     def working_bytes(self, size: Size, pixel_bytes: int) -> int:
-        """Peak memory of an image and its resized copies in `patches`. pixel_bytes: bytes of a pixel, 1 in gray and 4 in RGB."""
+        """Peak memory of an image and its resized copies in `patches`. pixel_bytes: bytes of a pixel, 1 in gray and 4
+        in RGB."""
         cut = self._cut(size)
         steps = [(size, cut.thumbnail)] if cut.thumbnail is not None and not cut.thumbnail_of_resized else []
         for target in cut.sizes:
@@ -201,8 +206,8 @@ def by_rows(cut: Tiling, tokens: list[tuple[int, int]]) -> tuple[str, tuple[int,
     return "[IMG_BREAK]".join(["[IMG]"] * rows) + "[IMG_END]", (columns,) * rows
 
 
-# A function per processor: patch_size, merge, cut and limit, by its settings, the fields of config.json and its vision_config.
-# Sides of patches and tokens are the tower's, by config.json.
+# A function per processor: patch_size, merge, cut and limit, by its settings, the fields of config.json and its
+# vision_config. Sides of patches and tokens are the tower's, by config.json.
 _Facts = tuple[int, int, Callable[[Size, int], Tiling], int]
 _AS_IN_CONFIG = "as in config.json"
 _MAX_LIMIT = 1 << 28  # pixels of an image, or of a side
@@ -287,13 +292,15 @@ _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3  # filters of Pillow
 _PLAIN = {"do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "resample": _BICUBIC}
 _HALF = {"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": _BILINEAR}
 _CLIP = {
-    "do_normalize": True, "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "do_normalize": True, "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
     "resample": _BICUBIC,
 }
 _OF_QWEN = _CLIP | {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
 _OF_GEMMA_4 = _PLAIN | {"max_soft_tokens": 280}
 _OF_SMOLVLM = _HALF | {
-    "resample": _LANCZOS, "size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}, "do_image_splitting": True,
+    "resample": _LANCZOS, "size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364},
+    "do_image_splitting": True,
 }
 _OF_LFM2 = _HALF | {
     "min_image_tokens": 64, "max_image_tokens": 256, "tile_size": 512, "min_tiles": 2, "max_tiles": 10,
@@ -337,9 +344,9 @@ def image_rules(
 ) -> ImageRules:
     """The rules of a model folder, from config.json and preprocessor_config.json or processor_config.json.
 
-    max_tokens: scale larger images down to this number of tokens. added_tokens: of the tokenizer, with their ids. Raises ValueError
-    if lean_ft does not know how the model prepares images, for a setting that is not implemented, or if images cannot have so few
-    tokens.
+    max_tokens: scale larger images down to this number of tokens. added_tokens: of the tokenizer, with their ids.
+    Raises ValueError if lean_ft does not know how the model prepares images, for a setting that is not implemented, or
+    if images cannot have so few tokens.
     """
 
     def read(

@@ -92,7 +92,8 @@ class WeightGradient:
     """Running sum of the output weight's gradient, (V, D), in slices of the vocabulary.
 
     In the weight's own dtype the slices are views of one tensor, which becomes the gradient. A GPU whose
-    products can be float32 adds them to the sum without a buffer, so there is one slice, and a chunk takes one kernel launch.
+    products can be float32 adds them to the sum without a buffer, so there is one slice, and a chunk takes one kernel
+    launch.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:

@@ -75,9 +75,9 @@ def linear_cross_entropy(
         z_loss: coefficient of the squared log of the softmax normalizer, added to each token's loss.
         statistics: receives `token_accuracy`, the number of correct predictions, and `entropy`; without gradients.
         compile: fuse the passes over a chunk's logits with torch.compile.
-        cut: a `lean_ft.parallel.vocabulary.CutVocabulary` if `weight` has only this rank's rows. All ranks call this with
-            their own positions, and call backward on the result times the same factor. A chunk has `chunk_tokens` of all
-            ranks together.
+        cut: a `lean_ft.parallel.vocabulary.CutVocabulary` if `weight` has only this rank's rows. All ranks call this
+            with their own positions, and call backward on the result times the same factor. A chunk has `chunk_tokens`
+            of all ranks together.
 
     Returns:
         The sum, a float32 scalar (float64 for float64 inputs); exactly zero if no position has a label.
@@ -133,10 +133,11 @@ def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> 
 
 
 class Passes(NamedTuple):
-    """The work of `SumOfLosses` on each chunk of tokens. `lean_ft.parallel.vocabulary` has the passes of a sharded vocabulary.
+    """The work of `SumOfLosses` on each chunk of tokens. `lean_ft.parallel.vocabulary` has the passes of a sharded
+    vocabulary.
 
-    `work_of_chunk` gets logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C, columns).
-    It overwrites the logits with their gradient and writes each token's values to the rows, the loss first.
+    `work_of_chunk` gets logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C,
+    columns). It overwrites the logits with their gradient and writes each token's values to the rows, the loss first.
     """
 
     work_of_chunk: Work

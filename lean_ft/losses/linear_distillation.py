@@ -15,7 +15,8 @@ paper. The loss is not multiplied by the squared temperature, unlike in some imp
 cross-entropy of the labels.
 
 If the vocabularies are padded to different sizes, only the ids that both models have are compared; the softmax omits
-the rest. Stored predictions are over the teacher's tokens without the padding, so that they suit any student with these.
+the rest. Stored predictions are over the teacher's tokens without the padding, so that they suit any student with
+these.
 
 If the teacher does not fit in memory next to the student, run it beforehand (`top_log_probs`): it stores the
 log-probabilities of the k likeliest tokens and of all others together, and the divergence is over these k + 1 outcomes.
@@ -153,8 +154,8 @@ def linear_distillation(
     else:
         if teacher.vocab_size > len(weight):
             raise ValueError(
-                f"the teacher's stored predictions are over {teacher.vocab_size} ids, and the student has {len(weight)}. Store "
-                "the predictions again (leanft score --top-k), or choose another student."
+                f"the teacher's stored predictions are over {teacher.vocab_size} ids, and the student has "
+                f"{len(weight)}. Store the predictions again (leanft score --top-k), or choose another student."
             )
         labels, hidden = select_targets(labels, num_targets, hidden)
         kept = teacher.log_probs, teacher.ids
@@ -204,8 +205,8 @@ def top_log_probs(
     """Return the teacher's log-probabilities of the `top_k` likeliest tokens and of all others together, for each label
     (...) that is not `IGNORED_LABEL`.
 
-    With the vocabulary's size as `top_k`, there is no column for the others. Raises ValueError for another `top_k` than 1 to
-    that size, or a temperature that is not above 0.
+    With the vocabulary's size as `top_k`, there is no column for the others. Raises ValueError for another `top_k` than
+    1 to that size, or a temperature that is not above 0.
     """
     check_range("temperature", temperature > 0, temperature, "a number above 0")
     vocab_size = len(teacher.weight)

@@ -86,8 +86,8 @@ def loss_chunk_tokens(model: nn.Module, chosen: int | Literal["auto"]) -> int:
     """Return the target tokens per chunk of C * V logits: `chosen`, or for `auto` a size for this model and its device.
 
     Small chunks make narrow matrix products and add the output weight's gradient often; large chunks take memory while
-    everything that backward needs is alive. The share is of the device's total memory, not of its free memory: the chunk
-    size decides how sums are rounded, and a resumed run must choose the same.
+    everything that backward needs is alive. The share is of the device's total memory, not of its free memory: the
+    chunk size decides how sums are rounded, and a resumed run must choose the same.
     """
     if chosen != "auto":
         return chosen

@@ -1,7 +1,7 @@
 """Policy losses of sampled completions. To add one, copy a function and add it to `LOSSES`.
 
-A loss gets `SampledTokens`: log-probabilities now and before the update, and advantages. It returns a value per token, (B,
-T); `LOSSES` states the denominator. Denominators are those of the whole step, also if a batch is a part of it.
+A loss gets `SampledTokens`: log-probabilities now and before the update, and advantages. It returns a value per token,
+(B, T); `LOSSES` states the denominator. Denominators are those of the whole step, also if a batch is a part of it.
 
 In the formulas: r = exp(now - old), A the advantage, s the log of the ratio to the reference.
 
@@ -122,8 +122,8 @@ def policy_loss(
     """Return the loss `name` of a step, a scalar. The losses of the parts of a step add up to the step's loss.
 
     Args:
-        name: one of `LOSSES`, or FILE.py:FUNCTION: a function from `SampledTokens` to a value per token, (B, T); the loss is
-            their mean over the step's tokens.
+        name: one of `LOSSES`, or FILE.py:FUNCTION: a function from `SampledTokens` to a value per token, (B, T); the
+            loss is their mean over the step's tokens.
         logps: log-probabilities of the sampled tokens, (B, T), at the sampling temperature.
         old_logps: log-probabilities before the first update on these completions, (B, T).
         advantages: per completion, (B,), or per token, (B, T).

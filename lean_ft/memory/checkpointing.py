@@ -2,9 +2,9 @@
 
 A layer with hidden size D keeps about 30 D values per token for its backward pass. A checkpointed layer keeps D, and
 costs a second forward pass: a third more arithmetic if every layer is checkpointed. Selective checkpointing also keeps
-the results of some operations. Attention's result is one hidden state per token and saves the operation whose cost grows
-with the square of the length. If the results of matrix products are kept too, only norms, rotations and activations are
-recomputed.
+the results of some operations. Attention's result is one hidden state per token and saves the operation whose cost
+grows with the square of the length. If the results of matrix products are kept too, only norms, rotations and
+activations are recomputed.
 
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); by operation: Korthikanti
 et al., Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198).
@@ -37,8 +37,8 @@ def checkpoint_layers(model: nn.Module, every: int = 1, *, keep: Kept = "nothing
     """Checkpoint layers 0, `every`, 2 `every` ... of a decoder, and return the number of checkpointed layers.
 
     `keep` names operations whose results are kept: `attention`, or `products` (attention and all matrix products). The
-    random state is restored for recomputation, so dropout drops the same values. The blocks of a vision tower that trains are
-    checkpointed too. Raises ValueError if the model has no `layers` or `every` is below 1.
+    random state is restored for recomputation, so dropout drops the same values. The blocks of a vision tower that
+    trains are checkpointed too. Raises ValueError if the model has no `layers` or `every` is below 1.
     """
     layers = decoder_layers(model, "checkpoint_layers")
     if every < 1:

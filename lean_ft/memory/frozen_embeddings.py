@@ -18,7 +18,8 @@ from lean_ft.system.host_link import HostLink, Sent
 
 
 def keep_embeddings_on_host(model: Any, link: HostLink) -> None:
-    """Move the frozen weights of a `Decoder`'s embeddings to the host. Raises ValueError if the token embedding is trained."""
+    """Move the frozen weights of a `Decoder`'s embeddings to the host. Raises ValueError if the token embedding is
+    trained."""
     for name in ("embed_tokens", "embed_tokens_per_layer"):
         embedding = getattr(model.model, name, None)
         if embedding is None:

@@ -5,8 +5,8 @@ which shrinks only at its top. The threshold between the two rises with each fre
 steps, activations of several MiB are in the heap, and one small live block above them keeps all freed memory below
 resident. Setting the threshold also stops it from rising.
 
-A new mapping costs a page fault per 4 KiB, so a low threshold costs time. With 512 KiB, steps of 0.7 s and of 14 s took no
-longer than with 4 MiB, and a compiled run of a small model used 160 MB less.
+A new mapping costs a page fault per 4 KiB, so a low threshold costs time. With 512 KiB, steps of 0.7 s and of 14 s took
+no longer than with 4 MiB, and a compiled run of a small model used 160 MB less.
 
 Source: mallopt(3), malloc_trim(3).
 """

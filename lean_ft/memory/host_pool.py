@@ -1,12 +1,13 @@
 """A caching allocator for CPU tensors whose resident memory never exceeds the peak of live tensors.
 
-A training step allocates and frees gigabytes of activations. Returning them to the system each time is slow, because the
-kernel must find and clear pages again. Leaving them to malloc wastes memory, because live blocks in between leave holes
-that nothing fits into. The pool keeps whole ranges of pages, merges neighbors, and returns pages to the system whenever
-live and free memory together would exceed the highest live size so far. From the second step on, almost no page is new.
+A training step allocates and frees gigabytes of activations. Returning them to the system each time is slow, because
+the kernel must find and clear pages again. Leaving them to malloc wastes memory, because live blocks in between leave
+holes that nothing fits into. The pool keeps whole ranges of pages, merges neighbors, and returns pages to the system
+whenever live and free memory together would exceed the highest live size so far. From the second step on, almost no
+page is new.
 
-The allocator is one C++ file, `host_pool.cpp`. It is built once, in 4 s, with the compiler that torch.compile also needs,
-and cached in torch's extensions folder (`TORCH_EXTENSIONS_DIR`).
+The allocator is one C++ file, `host_pool.cpp`. It is built once, in 4 s, with the compiler that torch.compile also
+needs, and cached in torch's extensions folder (`TORCH_EXTENSIONS_DIR`).
 
 Source: PyTorch's caching allocator for GPUs; the bound is our own.
 """

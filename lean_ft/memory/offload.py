@@ -28,7 +28,8 @@ AHEAD_BYTES = 2**25
 
 
 def offload_activations(model: nn.Module) -> None:
-    """Offload what `model`'s forward pass saves for backward. Raises ValueError if the model is not on a CUDA device."""
+    """Offload what `model`'s forward pass saves for backward. Raises ValueError if the model is not on a CUDA
+    device."""
     device = next(model.parameters()).device
     offload_to(model, open_link(device, "memory.activation_offload=true", "memory.activation_offload=false"))
 

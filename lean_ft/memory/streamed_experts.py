@@ -1,8 +1,9 @@
 """Frozen stacks of experts in pinned host memory, copied to the GPU for each layer's forward and backward pass.
 
-Experts are most of a mixture's weights: 57 GiB of gpt-oss-120b in 4 bits. While a layer computes, the next layer's stacks are copied
-in, so those of two layers are on the device. A layer that is recomputed for its backward pass uses one copy for both. Without
-gradients, as in sampling, kernels read the stacks over the link: the experts of a few tokens are a small part of them.
+Experts are most of a mixture's weights: 57 GiB of gpt-oss-120b in 4 bits. While a layer computes, the next layer's
+stacks are copied in, so those of two layers are on the device. A layer that is recomputed for its backward pass uses
+one copy for both. Without gradients, as in sampling, kernels read the stacks over the link: the experts of a few tokens
+are a small part of them.
 
 Source: our own; the idea is from ZeRO-Inference (Aminabadi et al. 2022, arXiv:2207.00032).
 """
@@ -20,8 +21,8 @@ from lean_ft.system.host_link import HostLink
 
 
 def stream_experts(model: nn.Module, link: HostLink) -> int:
-    """Keep the stacks of experts on the host, and return the number of layers that have some. All layers must be checkpointed.
-    Raises ValueError if the model has no experts, or trains their stacks."""
+    """Keep the stacks of experts on the host, and return the number of layers that have some. All layers must be
+    checkpointed. Raises ValueError if the model has no experts, or trains their stacks."""
     experts: list[Any] = list(experts_of(model).values())
     stored = [[tensor for frozen in own.stacks() for tensor in frozen.tensors] for own in experts]
     if not experts or any(tensor.requires_grad for tensors in stored for tensor in tensors):
@@ -52,7 +53,8 @@ class StreamedStacks:
         return gate_up._replace(tensors=tuple(self._tensors[:end])), down._replace(tensors=tuple(self._tensors[end:]))
 
     def bring(self, index: int) -> None:
-        """Fetch a layer's stacks, and start to copy those of the layer that follows in this direction. It turns at the ends."""
+        """Fetch a layer's stacks, and start to copy those of the layer that follows in this direction. It turns at the
+        ends."""
         self._tensors = []
         if self._ahead not in (-1, index):
             self._fetch(self._ahead)  # to free them: the pass ended early

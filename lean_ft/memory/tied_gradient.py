@@ -1,10 +1,10 @@
 """One gradient tensor for tied embeddings, optionally kept in host memory during the layers' backward passes.
 
-A tied weight has two gradients: the output layer's (V, D), available when backward begins, and the embedding's, which has
-one row per token and is available when backward ends. Autograd makes the second one a (V, D) tensor of mostly zeros and
-adds the two. Here the output layer gets its weight from the embedding's autograd node. Its gradient thus reaches the
-embedding's backward, which adds the rows in place: one (V, D) tensor instead of two. The rows of a token are summed in
-float32 first, so that a frequent token is rounded once.
+A tied weight has two gradients: the output layer's (V, D), available when backward begins, and the embedding's, which
+has one row per token and is available when backward ends. Autograd makes the second one a (V, D) tensor of mostly zeros
+and adds the two. Here the output layer gets its weight from the embedding's autograd node. Its gradient thus reaches
+the embedding's backward, which adds the rows in place: one (V, D) tensor instead of two. The rows of a token are summed
+in float32 first, so that a frequent token is rounded once.
 
 In between, the gradient waits while all layers run backward (0.73 GiB for Llama-3.2-3B). It cannot be used earlier,
 because most update rules are not linear in the gradient. On a GPU it can wait in pinned host memory: it is copied out
@@ -28,7 +28,8 @@ from lean_ft.system.host_link import HostLink, Sent
 
 
 def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
-    """Make the embedding's backward add to the output layer's gradient, which waits in host memory if there is a `link`.
+    """Make the embedding's backward add to the output layer's gradient, which waits in host memory if there is a
+    `link`.
 
     Raises ValueError if the embeddings are not tied.
     """
@@ -77,8 +78,8 @@ class _OutputWeight:
             return self.embedding.weight
         if self.link is None or not torch.is_grad_enabled():
             return self._weight
-        # Created here, not in `look_up`: backward runs the most recently created node first, so this one must be created
-        # after the layers to run before them.
+        # Created here, not in `look_up`: backward runs the most recently created node first, so this one must be
+        # created after the layers to run before them.
         return _Park.apply(self._weight, self)  # type: ignore[return-value]
 
     def send(self, grad: Tensor) -> Tensor:

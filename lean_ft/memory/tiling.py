@@ -6,8 +6,8 @@ memory thus shrinks by the number of tiles. For long sequences with activation c
 activations' peak. It costs one more forward pass of the feed-forward layers, or nothing if the layers are fully
 checkpointed and compiled.
 
-The weights' gradients are summed over the tiles within one backward pass, in the weights' dtype: each parameter gets one
-gradient per backward, and its hooks fire once. Every tile after the first rounds that sum once more.
+The weights' gradients are summed over the tiles within one backward pass, in the weights' dtype: each parameter gets
+one gradient per backward, and its hooks fire once. Every tile after the first rounds that sum once more.
 
 Source: Arctic Long Sequence Training (Bekman et al., 2025, arXiv:2506.13996). Left out: choosing the tiles by length.
 

@@ -55,8 +55,8 @@ LayerResult = tuple[Tensor, tuple[Tensor, ...] | None, KeysAndValues | None]
 
 
 class Block(nn.Module):
-    """One layer: token mixers (attention, a recurrent mixer or both) and a feed-forward layer, added to the residual stream.
-    In some families a layer has only one of the two.
+    """One layer: token mixers (attention, a recurrent mixer or both) and a feed-forward layer, added to the residual
+    stream. In some families a layer has only one of the two.
 
     A family with another layer overrides a step: `mixed`, `joined`, `fed`, or their modules, `add_mixers`,
     `add_feed_forward` and `add_others`. The order of the modules is that of a new model's random numbers.

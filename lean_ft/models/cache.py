@@ -1,8 +1,8 @@
 """The cache for generation: keys and values of attention layers, and the states and last inputs of other mixers.
 
-Memory is allocated once. Rows of a batch may have different lengths. Position p of a row is at index p of its cache, so later
-tokens overwrite a row's padding, and a query at position p sees the indices up to p. A row can be copied to several rows that
-continue it, and rows that have ended are dropped.
+Memory is allocated once. Rows of a batch may have different lengths. Position p of a row is at index p of its cache, so
+later tokens overwrite a row's padding, and a query at position p sees the indices up to p. A row can be copied to
+several rows that continue it, and rows that have ended are dropped.
 
 Shapes: B batch, T new tokens, C capacity, K key-value heads, D features of a head.
 """
@@ -82,12 +82,13 @@ class KVCache:
         num_head_parts: int = 1,
         records_experts: bool = False,
     ) -> None:
-        """num_head_parts: the number of ranks over which heads are sharded. records_experts: keep the experts of each token."""
+        """num_head_parts: the number of ranks over which heads are sharded. records_experts: keep the experts of each
+        token."""
         self._sources = [
             i if layer.kv_from_layer is None else layer.kv_from_layer for i, layer in enumerate(config.layers)
         ]
-        # Per attention layer with its own keys: keys and values, (rows, C, K, D). Zeros rather than uninitialized memory: a
-        # masked NaN times a zero weight is NaN.
+        # Per attention layer with its own keys: keys and values, (rows, C, K, D). Zeros rather than uninitialized
+        # memory: a masked NaN times a zero weight is NaN.
         self.keys: dict[int, tuple[Tensor, ...]] = {
             i: tuple(
                 torch.zeros(batch_size, capacity, heads // num_head_parts, features, dtype=dtype, device=device)
@@ -119,8 +120,8 @@ class KVCache:
         self.next_lengths = self.lengths  # (B,), including the tokens of the current pass
         self.new_lengths: Tensor | None = None  # (B,) new tokens that are not padding; None if there is no padding
         self.positions = self.rows = torch.empty(0, device=device)  # (B, T) and (B, 1), where new tokens are stored
-        # On CUDA, of one new token in rows of different lengths: the rows' starts among all tokens (B + 1,) and among all positions of
-        # the cache (B + 1,), and their lengths (B,), int32.
+        # On CUDA, of one new token in rows of different lengths: the rows' starts among all tokens (B + 1,) and among
+        # all positions of the cache (B + 1,), and their lengths (B,), int32.
         self.of_kernel: tuple[Tensor, Tensor, Tensor] | None = None
         self._visible: dict[tuple[int | None, int | None, bool], Tensor | None] = {}
 
@@ -130,12 +131,13 @@ class KVCache:
 
     @property
     def experts(self) -> Tensor | None:
-        """The experts that each token chose, counted from 1, (B, C, choices of all layers); None if they are not recorded."""
+        """The experts that each token chose, counted from 1, (B, C, choices of all layers); None if they are not
+        recorded."""
         return self.keys[_EXPERTS][0] if _EXPERTS in self.keys else None
 
     def layer(self, i: int) -> tuple[LayerCache | None, StateCache | None]:
-        """Layer i's caches. They are made anew for each pass; stored, they would form a reference cycle that keeps the memory
-        until a garbage collection."""
+        """Layer i's caches. They are made anew for each pass; stored, they would form a reference cycle that keeps the
+        memory until a garbage collection."""
         state = StateCache(*self.states[i], self) if i in self.states else None
         kept = self.keys.get(self._sources[i])
         return None if kept is None else LayerCache(kept[0], kept[-1], self), state
@@ -143,14 +145,14 @@ class KVCache:
     def begin(self, num_tokens: int, lengths: Tensor | None = None, shifts: Tensor | None = None) -> Tensor:
         """Make room for `num_tokens` more tokens in every row, and return their rotary positions (B, T).
 
-        lengths (B,): how many of them are not padding. shifts (B, T): what each token's rotary position adds to its index; later
-        tokens continue with the last token's. Raises ValueError if they do not fit.
+        lengths (B,): how many of them are not padding. shifts (B, T): what each token's rotary position adds to its
+        index; later tokens continue with the last token's. Raises ValueError if they do not fit.
         """
         self.starts_empty = self.filled == 0
         if self.filled + num_tokens > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} positions; {self.filled} are used and {num_tokens} more do not fit. Create "
-                "it with a larger capacity."
+                f"the cache holds {self.capacity} positions; {self.filled} are used and {num_tokens} more do not fit. "
+                "Create it with a larger capacity."
             )
         self.filled += num_tokens
         self.shortest += num_tokens if lengths is None else 0
@@ -173,7 +175,8 @@ class KVCache:
         return self.positions if shifts is None else self.positions + shifts
 
     def visible(self, window: int | None, chunk: int | None = None, ends: Tensor | None = None) -> Tensor | None:
-        """Which indices each new token sees, (B, T, filled), given a window or chunk; None if one new token per row sees all.
+        """Which indices each new token sees, (B, T, filled), given a window or chunk; None if one new token per row
+        sees all.
 
         ends: (B * T,), the new token before which each one's keys end, if some see later tokens.
         """
@@ -197,8 +200,8 @@ class KVCache:
         return seen if window is None else seen & (indices > positions - window)
 
     def advance(self, chosen: Sequence[Tensor] = ()) -> None:
-        """Add the tokens of the current pass to the rows' lengths. chosen: their experts in each mixture, (B * T, K) each, if
-        they are recorded."""
+        """Add the tokens of the current pass to the rows' lengths. chosen: their experts in each mixture, (B * T, K)
+        each, if they are recorded."""
         if chosen and self.experts is not None:
             choices = (torch.cat(list(chosen), -1) + 1).short().view(*self.positions.shape, -1)
             LayerCache(self.experts, self.experts, self).store(choices, choices)
@@ -240,8 +243,8 @@ class KVCache:
         self.lengths = self.next_lengths = on_device(lengths, self.lengths.device)
 
     def spread(self, parts: Sequence["KVCache"], counts: Sequence[int]) -> Tensor:
-        """Copy row i of the first rows, which `parts` filled, to `counts[i]` consecutive rows, and keep sum(counts) rows. Return
-        each row's source, (sum(counts),)."""
+        """Copy row i of the first rows, which `parts` filled, to `counts[i]` consecutive rows, and keep sum(counts)
+        rows. Return each row's source, (sum(counts),)."""
         num_rows = sum(counts)
         assert num_rows <= self.num_rows, "too many rows"
         self.filled, self.shortest = max(p.filled for p in parts), min(p.shortest for p in parts)
@@ -263,8 +266,8 @@ class KVCache:
         self.lengths = self.next_lengths = torch.cat((self.lengths, part.lengths))
 
     def keep(self, rows: Sequence[int]) -> tuple[list[int], Tensor]:
-        """Drop all rows but these, and return the former index of each remaining row, as a list and as a tensor. Moves at most as
-        many rows as it drops."""
+        """Drop all rows but these, and return the former index of each remaining row, as a list and as a tensor. Moves
+        at most as many rows as it drops."""
         kept = set(rows)
         from_behind = iter([row for row in rows if row >= len(rows)])
         order = [row if row in kept else next(from_behind) for row in range(len(rows))]

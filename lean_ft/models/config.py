@@ -183,8 +183,8 @@ class DecoderConfig:
     tied_embeddings: bool
 
     norm_eps: float
-    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel, on one norm or on
-    # a norm each.
+    # Norms before attention and feed-forward, after them, or both; or attention and feed-forward in parallel, on one
+    # norm or on a norm each.
     norm_placement: Literal["pre", "post", "both", "parallel", "parallel_normed"] = "pre"
     norm_centered: bool = False  # LayerNorm instead of RMSNorm on the residual stream
     norm_weights: bool = True  # False: the norms of the residual stream have neither weight nor bias
@@ -201,15 +201,15 @@ class DecoderConfig:
     activation: Literal["silu", "gelu", "gelu_tanh", "xielu", "relu", "relu2"] = "silu"
     gated: bool = True  # False: dense feed-forward layers have an up projection alone
 
-    # Norm of queries and keys: an RMSNorm per head before or after rotation, or over all heads at once. Or a LayerNorm per head
-    # before rotation, with one weight and bias for all heads, or a weight for each head.
+    # Norm of queries and keys: an RMSNorm per head before or after rotation, or over all heads at once. Or a LayerNorm
+    # per head before rotation, with one weight and bias for all heads, or a weight for each head.
     qk_norm: Literal["head", "turned_head", "projection", "centered", "centered_by_head"] | None = None
     value_norm: bool = False  # each head's values are RMS-normed without a weight
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
-    # Each head's output is multiplied by the sigmoid of a gate. The query projection also computes the gates ("in_query"), or they
-    # have their own projection ("own").
+    # Each head's output is multiplied by the sigmoid of a gate. The query projection also computes the gates
+    # ("in_query"), or they have their own projection ("own").
     attention_gate: Literal["in_query", "own"] | None = None
     attention_sinks: bool = False  # each head has a learned logit without a value that joins the softmax
 

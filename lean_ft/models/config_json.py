@@ -1,8 +1,9 @@
 """Read a Hugging Face config.json into a `DecoderConfig`, by the row of its family.
 
-A field that changes the computation and is not supported raises an error, because a model that trains with a wrong formula
-still shows a plausible loss. ConfigFields of `_NEUTRAL` that the family's row does not read must have a neutral value. Both
-spellings of the rotary settings are read: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (5).
+A field that changes the computation and is not supported raises an error, because a model that trains with a wrong
+formula still shows a plausible loss. ConfigFields of `_NEUTRAL` that the family's row does not read must have a neutral
+value. Both spellings of the rotary settings are read: `rope_theta` with `rope_scaling` (transformers 4),
+`rope_parameters` (5).
 """
 
 import re
@@ -31,8 +32,8 @@ _DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False,
 }
 
-# Neutral values, and the fields that change the computation at other values. Absent and null are always neutral. Biases are
-# not listed, because an unexpected bias shows in the weights.
+# Neutral values, and the fields that change the computation at other values. Absent and null are always neutral. Biases
+# are not listed, because an unexpected bias shows in the weights.
 _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
     ((), ("sliding_window", "sliding_window_pattern", "attention_chunk_size", "rope_local_base_freq")),
     ((), ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")),
@@ -58,8 +59,8 @@ _WINDOWS = {"sliding_attention": ("sliding_window", "window"), "chunked_attentio
 _GLM4V = {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "head_dim": None}
 _QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN3_VL = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
-# Models that compute the same as another family and are saved as that family: its name, transformers' class, and the values
-# of absent fields.
+# Models that compute the same as another family and are saved as that family: its name, transformers' class, and the
+# values of absent fields.
 # fmt: off
 _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM", {}),
@@ -93,7 +94,8 @@ _SAME_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite_docling_text": (
         "granite", "GraniteForCausalLM",
         {"rms_norm_eps": 1e-5, "num_key_value_heads": 4, "max_position_embeddings": 32_768, "tie_word_embeddings": True,
-         "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263, "attention_multiplier": 1 / 64},
+         "embedding_multiplier": 12.0, "logits_scaling": 4.0, "residual_multiplier": 0.263,
+         "attention_multiplier": 1 / 64},
     ),
     "paddleocr_vl_text": (
         "llama", "LlamaForCausalLM",
@@ -157,8 +159,8 @@ def _rope(rope: Any, vision: VisionFamily | None) -> Any:
 
 
 def language_model_config(config: dict[str, Any], where: str = "config.json", images: bool = False) -> dict[str, Any]:
-    """The config.json of the language model inside a multimodal model; other configs are returned unchanged. With `images`, its
-    positions have three axes if the family's have."""
+    """The config.json of the language model inside a multimodal model; other configs are returned unchanged. With
+    `images`, its positions have three axes if the family's have."""
     whole = MULTIMODAL.get(str(config.get("model_type")))
     if whole is None:
         return config
@@ -204,10 +206,11 @@ REWARD_LABELS: Labels = {"num_labels": 1, "id2label": {"0": "score"}, "label2id"
 
 
 def score_config(config: dict[str, Any], where: str, labels: Labels) -> dict[str, Any]:
-    """Return the config.json of a sequence classification model on a language model; `labels` are its fields about labels.
+    """Return the config.json of a sequence classification model on a language model; `labels` are its fields about
+    labels.
 
-    That of a reward model or classifier must agree with `labels`. Raises ValueError if it does not, and for a family without
-    such a model in transformers.
+    That of a reward model or classifier must agree with `labels`. Raises ValueError if it does not, and for a family
+    without such a model in transformers.
     """
     family = config.get("model_type")
     architecture = _score_architecture(family)
@@ -238,7 +241,8 @@ def label_fields(names: Sequence[str], is_multi: bool) -> Labels:
 
 
 def label_names(config: Mapping[str, Any], where: str = "config.json") -> list[str]:
-    """The names of a classifier's labels, in the order of its outputs. Raises ValueError unless they are numbered from 0."""
+    """The names of a classifier's labels, in the order of its outputs. Raises ValueError unless they are numbered from
+    0."""
     names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}  # without it, transformers takes 2
     by_number = {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
     if not by_number or any(str(i) not in by_number for i in range(len(by_number))):
@@ -275,7 +279,8 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
         if str(family_name) in REFUSED:
             raise ValueError(f"{found}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
         raise ValueError(
-            f"{found}, which lean_ft does not read.{remedy(str(family_name), where, [*FAMILIES, *MULTIMODAL, *_SAME_AS])}"
+            f"{found}, which lean_ft does not "
+            f"read.{remedy(str(family_name), where, [*FAMILIES, *MULTIMODAL, *_SAME_AS])}"
         )
     _check_architecture(config, where)
     with naming_row(str(family_name)):
@@ -306,7 +311,8 @@ def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> De
     for num_kv_heads in decoder.kv_head_counts:
         if decoder.num_heads % num_kv_heads:
             raise ValueError(
-                f"{where}: num_attention_heads is {num_heads}; expected a multiple of num_key_value_heads, {num_kv_heads}."
+                f"{where}: num_attention_heads is {num_heads}; expected a multiple of num_key_value_heads, "
+                f"{num_kv_heads}."
             )
     _check_neutral_fields(config, fields.read, where)
     if gives_scores(config):  # scores have no bias, soft cap or divisor
@@ -333,8 +339,8 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
         or per_token > mixture.groups_per_token * num_experts // num_groups
     ):
         raise ValueError(
-            f"{fields.where}: {num_experts} experts are in {num_groups} groups (n_group), and a token uses {per_token} experts "
-            f"of {mixture.groups_per_token} groups (topk_group); expected groups of equal size, of at least "
+            f"{fields.where}: {num_experts} experts are in {num_groups} groups (n_group), and a token uses {per_token} "
+            f"experts of {mixture.groups_per_token} groups (topk_group); expected groups of equal size, of at least "
             f"{mixture.scores_per_group} experts, with enough experts for a token."
         )
     if mixture.gate_scale != 1.0 and mixture.activation != "silu":
@@ -399,8 +405,8 @@ def _activation(fields: ConfigFields, family: Family) -> str:
     other = "hidden_activation" if field == "hidden_act" else "hidden_act"
     if fields.config.get(other) is not None and activation_of(other) != activation_of(field):
         raise ValueError(
-            f"{fields.where}: {field} is {fields.values[field]!r} and {other} is {fields.config[other]!r}. Remove {other}, "
-            "which this family does not read."
+            f"{fields.where}: {field} is {fields.values[field]!r} and {other} is {fields.config[other]!r}. Remove "
+            f"{other}, which this family does not read."
         )
     return activation_of(field)
 
@@ -410,16 +416,17 @@ def _check_architecture(config: Mapping[str, Any], where: str) -> None:
     ends = ("ForCausalLM", "LMHeadModel")
     if not isinstance(architectures, list) or not all(str(name).endswith(ends) for name in architectures):
         raise ValueError(
-            f"{where}: architectures is {architectures!r}; expected a language model, whose name ends in {' or '.join(ends)}. Bare, "
-            "classification and multimodal models have other weights."
+            f"{where}: architectures is {architectures!r}; expected a language model, whose name ends in "
+            f"{' or '.join(ends)}. Bare, classification and multimodal models have other weights."
         )
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         if not isinstance(quantization, dict) or method not in READABLE or quantization.get("fmt", "e4m3") != "e4m3":
             raise ValueError(
-                f"{where}: quantization_config says the weights are quantized ({method}); expected {' or '.join(READABLE)}, or "
-                "weights in float32, float16 or bfloat16. Use the unquantized model; lora.quantize=nf4 quantizes it to 4 bits."
+                f"{where}: quantization_config says the weights are quantized ({method}); expected "
+                f"{' or '.join(READABLE)}, or weights in float32, float16 or bfloat16. Use the unquantized model; "
+                "lora.quantize=nf4 quantizes it to 4 bits."
             )
 
 

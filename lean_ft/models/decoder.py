@@ -1,8 +1,8 @@
 """One decoder for all families. Several families' differences are facts of `DecoderConfig`, one family's are its
 `parts`.
 
-Parameter names and the rotary convention follow Hugging Face, so loading and saving rename little. As in transformers, norm
-statistics and rotary angles are computed in float32, whatever the dtype of the weights.
+Parameter names and the rotary convention follow Hugging Face, so loading and saving rename little. As in transformers,
+norm statistics and rotary angles are computed in float32, whatever the dtype of the weights.
 
 Shapes: B batch, T tokens of a row, D hidden size, V vocabulary.
 """
@@ -35,8 +35,9 @@ _BIAS_COLUMNS = 8
 class Decoder(nn.Module):
     """A decoder-only language model. It keeps no state between calls.
 
-    `source` describes the folder that the model was read from, `sharding` how ranks share it. `router_aux_loss_coef` is the
-    weight of the router's load-balancing loss; at 0 the loss is not computed. `routing` gets the routers' choices in training.
+    `source` describes the folder that the model was read from, `sharding` how ranks share it. `router_aux_loss_coef` is
+    the weight of the router's load-balancing loss; at 0 the loss is not computed. `routing` gets the routers' choices
+    in training.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -83,8 +84,8 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The output layer's weight (V, D), or (1, D) for a reward model; the embedding's weight if they are tied. With a
-        bias, a copy (V, D + 8) with the bias and zeros as further columns, for hidden states of that width."""
+        """The output layer's weight (V, D), or (1, D) for a reward model; the embedding's weight if they are tied. With
+        a bias, a copy (V, D + 8) with the bias and zeros as further columns, for hidden states of that width."""
         if self.tied_output_weight is not None:
             return self.tied_output_weight()
         if self.config.head_bias and self.head is not None:
@@ -107,31 +108,35 @@ class Decoder(nn.Module):
         position_shift: Tensor | None = None,
         recorded_experts: Tensor | None = None,
     ) -> Any:
-        """Compute logits (B, T, V), or with `return_hidden` the hidden states from which `logits` computes them, of the width
-        of `output_weight`.
+        """Compute logits (B, T, V), or with `return_hidden` the hidden states from which `logits` computes them, of the
+        width of `output_weight`.
 
         Args:
             input_ids: (B, T) int64, padded on the right.
             positions: (B, T) int64. By default they count from 0 in each row or document, or continue the cache.
-            cu_seqlens: (documents + 1,) int32, boundaries of packed documents in the B * T tokens. No document is longer than
-                a row.
+            cu_seqlens: (documents + 1,) int32, boundaries of packed documents in the B * T tokens. No document is
+                longer than a row.
             cache: holds earlier tokens of each row. It advances by T, or by `lengths`.
             lengths: (B,) int64, the number of tokens of each row that are not padding; only with a cache.
-            return_router_loss: also return `router_aux_loss_coef` times `load_balancing_loss`, a float32 scalar to add to a
-                mean loss. It is None if the coefficient is 0 or no gradients are computed.
+            return_router_loss: also return `router_aux_loss_coef` times `load_balancing_loss`, a float32 scalar to add
+                to a mean loss. It is None if the coefficient is 0 or no gradients are computed.
             is_token: (B, T) bool, False for padding, which the router's loss ignores.
-            prefixes: (documents, 2) int32, start and end of an earlier stretch of the same row that a document continues. The
-                document attends to it, and its positions continue from there. If a rotary scaling depends on the length, all
-                documents with one prefix must have lengths of the same frequencies (`RopeConfig.same_frequencies`).
+            prefixes: (documents, 2) int32, start and end of an earlier stretch of the same row that a document
+                continues. The document attends to it, and its positions continue from there. If a rotary scaling
+                depends on the length, all documents with one prefix must have lengths of the same frequencies
+                (`RopeConfig.same_frequencies`).
             num_prefix_tokens: the total length of all prefixes.
             images: their embeddings replace those of image tokens.
-            position_shift: (B, T) int32, what the rotary position of each token adds to its position, in families in which an
-                image takes fewer positions than tokens. For an image's tokens the sum is the image's first position.
-            recorded_experts: (B, T, choices) integers, the experts that a cache recorded for the tokens (`KVCache.experts`). They
-                replace the routers' choices; their weights are those of the present logits. 0: the router chooses.
+            position_shift: (B, T) int32, what the rotary position of each token adds to its position, in families in
+                which an image takes fewer positions than tokens. For an image's tokens the sum is the image's first
+                position.
+            recorded_experts: (B, T, choices) integers, the experts that a cache recorded for the tokens
+                (`KVCache.experts`). They replace the routers' choices; their weights are those of the present logits.
+                0: the router chooses.
 
-        If ranks share a row, input_ids, is_token and the result are this rank's tokens; positions (required), cu_seqlens and
-        prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be sharded.
+        If ranks share a row, input_ids, is_token and the result are this rank's tokens; positions (required),
+        cu_seqlens and prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be
+        sharded.
 
         Raises ValueError for invalid combinations of these arguments, and for a cache that is full.
         """
@@ -244,8 +249,8 @@ class Decoder(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _text_lengths(self, positions: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor | None:
-        """The length of each position's document, (B or 1, T or 1); None if no frequency depends on it, or each row is one
-        document."""
+        """The length of each position's document, (B or 1, T or 1); None if no frequency depends on it, or each row is
+        one document."""
         if cache is not None:
             return cache.next_lengths[:, None]
         if not any(rope.depends_on_length for rope in self.rotary):
@@ -256,7 +261,8 @@ class Decoder(nn.Module):
         return lengths_of_documents(positions, cu_seqlens)
 
     def new_cache(self, batch_size: int, capacity: int, records_experts: bool = False) -> KVCache:
-        """An empty cache for `batch_size` rows of up to `capacity` positions, and of their experts with `records_experts`."""
+        """An empty cache for `batch_size` rows of up to `capacity` positions, and of their experts with
+        `records_experts`."""
         return self._cache(batch_size, capacity, self.device, records_experts)
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:

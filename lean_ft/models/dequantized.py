@@ -65,8 +65,8 @@ class ScaledTensor:
                 first, length, done = first + numbers.numel(), length - numbers.numel(), done + numbers.numel()
 
     def read_stored(self, key: str, part: Part) -> None:
-        """Fill this rank's part of the `numbers`, or of the `scales`: one per row and group of columns. A block has one or more groups
-        (`form_in_folder`)."""
+        """Fill this rank's part of the `numbers`, or of the `scales`: one per row and group of columns. A block has one
+        or more groups (`form_in_folder`)."""
         if key == "numbers":
             self.numbers.read_part(part)
             return
@@ -121,8 +121,9 @@ Readable = StoredTensor | ScaledTensor | FourBitStack
 def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, Readable]:
     """The tensors of a folder by name, with quantized weights and their scales merged into one entry.
 
-    config: the `quantization_config` of config.json, or empty. Raises ValueError, before anything is read, if a piece of a weight
-    is missing or has another dtype or shape than its format, or if there are scales of a weight that is not quantized.
+    config: the `quantization_config` of config.json, or empty. Raises ValueError, before anything is read, if a piece
+    of a weight is missing or has another dtype or shape than its format, or if there are scales of a weight that is not
+    quantized.
     """
     if config.get("quant_method") == "mxfp4":
         stacks = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
@@ -140,10 +141,11 @@ def dequantized(stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -
 
 
 def form_in_folder(name: str, tensors: Sequence[Readable], shape: Sequence[int], dtype: torch.dtype) -> Frozen | None:
-    """The form of a parameter whose pieces a folder stores as `tensors`, on the meta device; None if it is not quantized there.
+    """The form of a parameter whose pieces a folder stores as `tensors`, on the meta device; None if it is not
+    quantized there.
 
-    If the blocks do not divide the columns, as in 576 columns and blocks of 128, the form has narrower blocks that do (64), with
-    repeated scales. The values are the same.
+    If the blocks do not divide the columns, as in 576 columns and blocks of 128, the form has narrower blocks that do
+    (64), with repeated scales. The values are the same.
     """
     if isinstance(tensors[0], FourBitStack):
         return empty_mxfp4(shape, dtype)
@@ -160,8 +162,8 @@ def form_in_folder(name: str, tensors: Sequence[Readable], shape: Sequence[int],
 
 
 def as_in_folder(source: Source, name: str, weight: Tensor) -> FrozenParameter | None:
-    """A weight on the meta device in the form in which its folder has it; None if it is not quantized there. Random weights, and
-    those of a plan, get the form that the folder's quantization usually has."""
+    """A weight on the meta device in the form in which its folder has it; None if it is not quantized there. Random
+    weights, and those of a plan, get the form that the folder's quantization usually has."""
     method, frozen = source.quantization.get("quant_method"), None
     if method and source.form_in_folder is not None:
         frozen = source.form_in_folder(name)
@@ -224,7 +226,8 @@ def _piece(stored: Mapping[str, StoredTensor], name: str, *dtype_names: str) -> 
 
 
 def _check_all_read(stored: Mapping[str, StoredTensor], pieces: set[str]) -> None:
-    """Raise ValueError for scales whose weight is missing or not quantized, so that its numbers would be read without them."""
+    """Raise ValueError for scales whose weight is missing or not quantized, so that its numbers would be read without
+    them."""
     for name in stored.keys() - pieces:
         if name.endswith(_OF_BLOCKS):
             weight = stored.get(name.removesuffix(_OF_BLOCKS))

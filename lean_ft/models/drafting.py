@@ -1,8 +1,9 @@
-"""Layers that draft tokens for speculative decoding (multi-token prediction, DeepSeek-V3 technical report, section 2.2).
+"""Layers that draft tokens for speculative decoding (multi-token prediction, DeepSeek-V3 technical report, section
+2.2).
 
-Like transformers, lean_ft does not compute these layers. It copies their tensors into saved folders as they are stored, because
-servers refuse a config.json that promises layers without tensors. If the tensors cannot be copied, the saved config.json promises
-no such layers.
+Like transformers, lean_ft does not compute these layers. It copies their tensors into saved folders as they are stored,
+because servers refuse a config.json that promises layers without tensors. If the tensors cannot be copied, the saved
+config.json promises no such layers.
 """
 
 import math
@@ -42,7 +43,8 @@ def drafting_of(
 ) -> dict[str, str]:
     """Return the names of a folder's drafting tensors, by their names in a folder of the language model.
 
-    Empty unless all can be copied: their dtypes are known, and those with a row per token have at least the rows of the model.
+    Empty unless all can be copied: their dtypes are known, and those with a row per token have at least the rows of the
+    model.
     own: names in the folder -> names in a folder of the language model.
     """
     found = {place: name for name, place in own.items() if place is not None and is_drafting(place, source.config)}

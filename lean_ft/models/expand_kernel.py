@@ -15,8 +15,9 @@ _NUMBERS = 4096  # per program
 
 
 def expand(numbers: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Fill `out` with numbers times their scales, each that of equally many neighboring numbers: float8_e4m3 with float32 scales; or
-    pairs of 4 bits with powers of two (MXFP4, the lower bits first) or with float32 scales (NF4, the upper bits first)."""
+    """Fill `out` with numbers times their scales, each that of equally many neighboring numbers: float8_e4m3 with
+    float32 scales; or pairs of 4 bits with powers of two (MXFP4, the lower bits first) or with float32 scales (NF4, the
+    upper bits first)."""
     width, levels = out.numel() // scales.numel(), None
     kind = "float8" if numbers.dtype != torch.uint8 else "mxfp4" if scales.dtype == torch.uint8 else "nf4"
     if kind == "nf4":

@@ -1,5 +1,5 @@
-"""Triton kernels of mixtures of experts, in float32: the activation and its gradient in one pass over each row, and the sum of the rows
-of each token.
+"""Triton kernels of mixtures of experts, in float32: the activation and its gradient in one pass over each row, and the
+sum of the rows of each token.
 
 The formula of the activation is that of `mix.activation`. Imported only with Triton and a GPU.
 """

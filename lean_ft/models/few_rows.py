@@ -1,17 +1,19 @@
-"""Linear layers of a few rows on a CPU in 16 bits, where PyTorch's product is several times slower than reading the weight.
+"""Linear layers of a few rows on a CPU in 16 bits, where PyTorch's product is several times slower than reading the
+weight.
 
-In generation a product has one row per sequence. Weights in the layout of oneDNN's kernels are multiplied at up to twice the speed,
-and not slower for 4,096 rows (4864 x 896, one core of an AMD EPYC with AVX512-BF16, in ms):
+In generation a product has one row per sequence. Weights in the layout of oneDNN's kernels are multiplied at up to
+twice the speed, and not slower for 4,096 rows (4864 x 896, one core of an AMD EPYC with AVX512-BF16, in ms):
 
     rows                                1       2       8       32
     F.linear                            0.54    0.56    0.71    1.06
     oneDNN's layout                     0.27    0.29    0.48    0.91
     the weight times transposed rows    0.57    1.29    1.36    1.05
 
-The results of the three are the same bits there. `FewRows` makes such copies of weights, and `pack_in_place` replaces the weights
-of a model that only generates. Without them, a CPU with AMX multiplies the weight by the transposed rows, where only the order of the
-sums differs (output layer of 16,384 tokens, 8 rows, one core of a Xeon: 8.5 ms before, 1.6 ms after). The CPU's kind decides, because
-a measurement could decide otherwise in a resumed run, which would then have other bits.
+The results of the three are the same bits there. `FewRows` makes such copies of weights, and `pack_in_place` replaces
+the weights of a model that only generates. Without them, a CPU with AMX multiplies the weight by the transposed rows,
+where only the order of the sums differs (output layer of 16,384 tokens, 8 rows, one core of a Xeon: 8.5 ms before, 1.6
+ms after). The CPU's kind decides, because a measurement could decide otherwise in a resumed run, which would then have
+other bits.
 
 Shapes: N rows, I inputs, O outputs of a layer.
 """
@@ -53,7 +55,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 class FewRows:
-    """Context manager in which a model's plain linear layers use `few_rows_linear`, if they are on a CPU and in 16 bits."""
+    """Context manager in which a model's plain linear layers use `few_rows_linear`, if they are on a CPU and in 16
+    bits."""
 
     def __init__(self, model: nn.Module, most_bytes: float = 0, pack: Callable[[Tensor], Tensor] | None = None) -> None:
         """most_bytes: the memory for copies of all weights, which exist as long as this object; pack: makes a copy."""
@@ -82,10 +85,11 @@ class FewRows:
 
 @torch.no_grad()
 def pack_in_place(model: nn.Module, most_bytes: float) -> None:
-    """Keep the weights of a model's plain linear layers in the layout of oneDNN's kernels alone, if they are on a CPU and in 16 bits.
+    """Keep the weights of a model's plain linear layers in the layout of oneDNN's kernels alone, if they are on a CPU
+    and in 16 bits.
 
-    The model can then generate, but not be trained or saved. Weights are copied and freed one by one. most_bytes: the memory for a
-    second copy of an embedding that is tied to the output layer; its rows are needed too.
+    The model can then generate, but not be trained or saved. Weights are copied and freed one by one. most_bytes: the
+    memory for a second copy of an embedding that is tied to the output layer; its rows are needed too.
     """
     trunk: Any = model.model
     head, embedding = model.head, trunk.embed_tokens

@@ -1,12 +1,13 @@
 """16-bit matrix products in float32, for CPUs without 16-bit product instructions.
 
-Such a CPU multiplies bfloat16 and float16 matrices 5 to 50 times slower than float32 ones. `use_float32_products` replaces
-PyTorch's CPU kernels of matrix products for the whole process: forward and backward, eager and compiled, in layers, losses and
-optimizers. Tensors keep their 16-bit dtype. A product converts its operands to float32 in blocks of at most 16 MiB, sums in
-float32, and rounds the result once. A product of a few rows is bound by memory, so its blocks fit the CPU's cache, and it
-reads 2 bytes per element where a float32 model reads 4.
+Such a CPU multiplies bfloat16 and float16 matrices 5 to 50 times slower than float32 ones. `use_float32_products`
+replaces PyTorch's CPU kernels of matrix products for the whole process: forward and backward, eager and compiled, in
+layers, losses and optimizers. Tensors keep their 16-bit dtype. A product converts its operands to float32 in blocks of
+at most 16 MiB, sums in float32, and rounds the result once. A product of a few rows is bound by memory, so its blocks
+fit the CPU's cache, and it reads 2 bytes per element where a float32 model reads 4.
 
-The decision depends only on the CPU's capabilities and oneDNN's variable that limits them, so a resumed run computes the same
+The decision depends only on the CPU's capabilities and oneDNN's variable that limits them, so a resumed run computes
+the same
 numbers. Left out: PyTorch's fused attention, whose 16-bit kernel converts by itself.
 
 Source: PyTorch's documentation of `torch.library.get_kernel`.

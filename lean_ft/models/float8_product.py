@@ -3,11 +3,12 @@
     forward   y = x W^T    rows of x (N, I) and of W (O, I) are rounded
     backward  dx = g W     rows of g (N, O) and columns of W are rounded
 
-A weight that is stored in float8 with a scale per row is multiplied as it is stored. Its scales lie along backward's sum, so there
-they multiply the gradient before it is rounded. A product adds a low-rank product in the dtype of x. The weight has no gradient.
+A weight that is stored in float8 with a scale per row is multiplied as it is stored. Its scales lie along backward's
+sum, so there they multiply the gradient before it is rounded. A product adds a low-rank product in the dtype of x. The
+weight has no gradient.
 
-Source: torchao's float8 training with scales per row, whose gradients are e4m3 too: within a row they need less range than e5m2
-has, and one mantissa bit more halves their rounding. Formats: Micikevicius et al. 2022, arXiv:2209.05433.
+Source: torchao's float8 training with scales per row, whose gradients are e4m3 too: within a row they need less range
+than e5m2 has, and one mantissa bit more halves their rounding. Formats: Micikevicius et al. 2022, arXiv:2209.05433.
 
 Shapes: N tokens, I inputs, O outputs, R rank.
 """

@@ -1,17 +1,17 @@
 """Frozen weights in fewer bits: what is stored, and the dense weight that a product needs.
 
     plain    the weight itself, in any dtype
-    nf4      4-bit levels of a normal distribution, a scale per 64 values; the scales minus their mean are quantized to 8
-             bits in blocks of 256 ("double quantization"). The format and kernels are those of bitsandbytes on every device;
-             on CPUs they are faster than torchao's, which are PyTorch operations
+    nf4      4-bit levels of a normal distribution, a scale per 64 values; the scales minus their mean are quantized to
+             8 bits in blocks of 256 ("double quantization"). The format and kernels are those of bitsandbytes on every
+             device; on CPUs they are faster than torchao's, which are PyTorch operations
     float8   e4m3 numbers, and float32 scales of every row: one, or one per block of neighboring columns
     mxfp4    4-bit numbers with a power of two per 32
 
-An autograd function keeps `tensors` for backward and calls `whole` in both passes, so that no dense weight is in memory between
-them. A trained weight is plain, and its gradient is that of its only tensor.
+An autograd function keeps `tensors` for backward and calls `whole` in both passes, so that no dense weight is in memory
+between them. A trained weight is plain, and its gradient is that of its only tensor.
 
-Sources: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314 (nf4); DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437,
-section 3.3 (float8); OCP Microscaling Formats 1.0, 2023 (mxfp4).
+Sources: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314 (nf4); DeepSeek-V3, 2024,
+https://arxiv.org/abs/2412.19437, section 3.3 (float8); OCP Microscaling Formats 1.0, 2023 (mxfp4).
 
 Shapes: E experts, O outputs, I inputs.
 """
@@ -50,10 +50,11 @@ class Form(NamedTuple):
     shape: tuple[int, ...]  # (O, I), or (E, O, I) of a stack of experts
     dtype: torch.dtype  # of the dense weight
     stays_whole: bool = False
-    """Whether a compiler may keep the dense weight from forward to backward. Tiles keep it anyway, and one copy is less than
-    two."""
+    """Whether a compiler may keep the dense weight from forward to backward. Tiles keep it anyway, and one copy is less
+    than two."""
     is_transposed: bool = False
-    """Whether the transposes of the matrices are stored. The dense weight is then a view of them, which is not contiguous."""
+    """Whether the transposes of the matrices are stored. The dense weight is then a view of them, which is not
+    contiguous."""
     in_float8: bool = False
     """Whether products are computed in float8 (`lean_ft.models.float8_product`)."""
 
@@ -70,8 +71,8 @@ class Frozen(NamedTuple):
         """The dense weight (O, I) or (E, O, I), by default in the dtype that it had before it was quantized.
 
         experts: expand one expert of a stack, (O, I), or a few of them.
-        again: expand again in backward. Otherwise a compiler that recomputes a layer would recognize the same values and keep
-        every dense weight of the layer from forward to backward.
+        again: expand again in backward. Otherwise a compiler that recomputes a layer would recognize the same values
+        and keep every dense weight of the layer from forward to backward.
         """
         (kind, shape, own_dtype, stays_whole, is_transposed, _), tensors = self
         dtype = own_dtype if dtype is None else dtype
@@ -134,10 +135,11 @@ def _from_float8(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Two numbers per byte of blocks (..., groups, 16), the lower 4 bits first, times powers of two (..., groups), biased by 127.
+    """Two numbers per byte of blocks (..., groups, 16), the lower 4 bits first, times powers of two (..., groups),
+    biased by 127.
 
-    The sign, exponent and mantissa of a 4-bit number become those of a float16, which is 2**14 times smaller. All steps work in
-    the memory of these float16 numbers, also the product if it has 16 bits.
+    The sign, exponent and mantissa of a 4-bit number become those of a float16, which is 2**14 times smaller. All steps
+    work in the memory of these float16 numbers, also the product if it has 16 bits.
     """
     halves = blocks[..., None].expand(*blocks.shape, 2).to(torch.int16)
     # By 12 and 8: each number is in the upper 4 bits.
@@ -174,7 +176,8 @@ register_cost(torch.ops.lean_ft.expand)
 
 @torch.no_grad()
 def to_float8(weight: Tensor) -> Frozen:
-    """Round a weight (O, I), or a stack of them, to e4m3 numbers with a scale per row. On `meta`, only shapes are made."""
+    """Round a weight (O, I), or a stack of them, to e4m3 numbers with a scale per row. On `meta`, only shapes are
+    made."""
     numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     scales = torch.linalg.vector_norm(weight, math.inf, -1, keepdim=True, dtype=torch.float32) / _LARGEST_FLOAT8
     scales.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -189,8 +192,8 @@ def to_float8(weight: Tensor) -> Frozen:
 class FrozenParameter(nn.Module):
     """A quantized weight in a model, with the name of the parameter that it replaces.
 
-    If it is created on `meta`, tensors that grow with the weight are parameters, so that they can be sharded. `quantize` makes
-    the weight while the model loads; None reads it as the folder stores it.
+    If it is created on `meta`, tensors that grow with the weight are parameters, so that they can be sharded.
+    `quantize` makes the weight while the model loads; None reads it as the folder stores it.
     """
 
     def __init__(self, frozen: Frozen, quantize: Callable[[Tensor], Frozen] | None = None) -> None:
@@ -208,7 +211,8 @@ class FrozenParameter(nn.Module):
 
     @torch.no_grad()
     def load(self, name: str, device: str | torch.device, fill: Callable[[str, Tensor], None]) -> Frozen:
-        """The whole weight on a device. `fill` sets the values of the dense parameter `name`, or of `name.blocks` and the like."""
+        """The whole weight on a device. `fill` sets the values of the dense parameter `name`, or of `name.blocks` and
+        the like."""
         if self.quantize is not None:
             weight = torch.empty(self.form.shape, dtype=self.form.dtype, device=device)
             fill(name, weight)

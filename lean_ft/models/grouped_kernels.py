@@ -1,7 +1,7 @@
 """The products of `grouped_matmul` as Triton kernels, for operands that PyTorch's grouped kernel does not support.
 
-Each program finds its group on the device. The grid has one more tile per group than the rows need, and surplus programs return
-at once. Sums are float32 without TF32. Imported only with Triton and a GPU.
+Each program finds its group on the device. The grid has one more tile per group than the rows need, and surplus
+programs return at once. Sums are float32 without TF32. Imported only with Triton and a GPU.
 
 Source: Triton's tutorial on grouped products, whose programs loop over the groups.
 
@@ -19,7 +19,8 @@ _ROWS, _COLUMNS, _SUMMED = 64, 128, 32
 
 
 def multiply(rows: Tensor, matrices: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
-    """Each group's rows (M, K) times its matrix (G, K, N), added to `total` (M, N) in place if it is given. ends (G,) int32."""
+    """Each group's rows (M, K) times its matrix (G, K, N), added to `total` (M, N) in place if it is given. ends (G,)
+    int32."""
     num_rows, num_summed = rows.shape
     num_groups, _, num_columns = matrices.shape
     out = rows.new_empty(num_rows, num_columns) if total is None else total

@@ -1,9 +1,9 @@
 """Matrix products of rows sorted into groups, each group with its own matrix.
 
-On CUDA one kernel computes all groups, and the host does not need to know where they end: PyTorch's grouped kernel in bfloat16
-on Hopper and Blackwell; the kernels of `grouped_kernels` on other cards, in other dtypes, and for adapters' low-rank matrices,
-whose rows are not multiples of 16 bytes. CPUs, and GPUs without Triton or a C compiler, loop over the groups, for which a GPU's
-host waits once per product. Each product is one custom op, opaque to torch.compile.
+On CUDA one kernel computes all groups, and the host does not need to know where they end: PyTorch's grouped kernel in
+bfloat16 on Hopper and Blackwell; the kernels of `grouped_kernels` on other cards, in other dtypes, and for adapters'
+low-rank matrices, whose rows are not multiples of 16 bytes. CPUs, and GPUs without Triton or a C compiler, loop over
+the groups, for which a GPU's host waits once per product. Each product is one custom op, opaque to torch.compile.
 
 Shapes: M rows of all groups, G groups, K and N features.
 """
@@ -62,8 +62,8 @@ add_grouped_matmul.register_fake(lambda *_: None)
 
 @torch.library.custom_op("lean_ft::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Each group's transposed rows of left (M, K) times its rows of right (M, N): (G, K, N), zero for a group without rows.
-    This is the gradient of the matrices of `grouped_matmul`."""
+    """Each group's transposed rows of left (M, K) times its rows of right (M, N): (G, K, N), zero for a group without
+    rows. This is the gradient of the matrices of `grouped_matmul`."""
     if _has_kernel(left, right):
         out = F.grouped_mm(left.T, right, offs=ends)
         if torch.cuda.get_device_capability(left.device) >= (10, 0):
@@ -103,8 +103,9 @@ register_cost(_OPS.add_grouped_matmul)
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """PyTorch's kernel needs bfloat16 on Hopper or Blackwell, strides in multiples of 16 bytes, and rows or columns that are
-    contiguous. A compiler may lay out an adapter's matrices otherwise. For other operands `F.grouped_mm` reads the ends and loops."""
+    """PyTorch's kernel needs bfloat16 on Hopper or Blackwell, strides in multiples of 16 bytes, and rows or columns
+    that are contiguous. A compiler may lay out an adapter's matrices otherwise. For other operands `F.grouped_mm` reads
+    the ends and loops."""
     return all(
         x.is_cuda
         and x.dtype == torch.bfloat16

@@ -1,7 +1,7 @@
 """Load Hugging Face model folders.
 
-Every tensor is checked against config.json before memory is allocated. A missing, unexpected or misshapen tensor raises an
-error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model.
+Every tensor is checked against config.json before memory is allocated. A missing, unexpected or misshapen tensor raises
+an error. Each tensor is then read straight into its parameter, so the peak while loading is the size of the model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +51,8 @@ _ROWS_PER_TOKEN = {
 
 
 class Unread:
-    """Weights of a model built on the meta device; call `into()` after sharding. `fill` sets the values of one parameter."""
+    """Weights of a model built on the meta device; call `into()` after sharding. `fill` sets the values of one
+    parameter."""
 
     def __init__(self, fill: Fill) -> None:
         self.fill = fill
@@ -75,18 +76,18 @@ def load_model(
 ) -> Decoder:
     """Load a Hugging Face folder, a Hub repository (`org/name`) or the embedded `tiny` model.
 
-    Peak memory is the model plus 1 MiB, or plus an expert's matrix if the folder has those transposed. On the device `meta` the
-    model has shapes only, until `read_weights`.
+    Peak memory is the model plus 1 MiB, or plus an expert's matrix if the folder has those transposed. On the device
+    `meta` the model has shapes only, until `read_weights`.
 
     Args:
-        path: with a `ModelConfig`, its settings are the options that are not given; its float16 means mixed precision with
-            float32 parameters.
-        options: the fields of `LoadOptions`: dtype, random_init, images, scores, new_ids, router_aux_loss_coef, quantize and
-            memory.
+        path: with a `ModelConfig`, its settings are the options that are not given; its float16 means mixed precision
+            with float32 parameters.
+        options: the fields of `LoadOptions`: dtype, random_init, images, scores, new_ids, router_aux_loss_coef,
+            quantize and memory.
 
     Raises:
-        ValueError: if config.json or the weights are not as expected, or for a reward model or classifier without `scores`;
-            nothing is allocated before this check.
+        ValueError: if config.json or the weights are not as expected, or for a reward model or classifier without
+            `scores`; nothing is allocated before this check.
     """
     return _load(path, options, device)
 
@@ -94,8 +95,9 @@ def load_model(
 def empty_model(
     path: str | Path | ModelConfig, *, is_quantized: bool = False, **options: Unpack[LoadKeywords]
 ) -> Decoder:
-    """The model that `load_model` would return, on the meta device and without reading or quantizing weights; also a reward model
-    or classifier without `scores`. `is_quantized` ignores the quantization in config.json, which `load_model` checks."""
+    """The model that `load_model` would return, on the meta device and without reading or quantizing weights; also a
+    reward model or classifier without `scores`. `is_quantized` ignores the quantization in config.json, which
+    `load_model` checks."""
     return _load(path, options, None, is_quantized)
 
 
@@ -141,7 +143,8 @@ def _fill(model: Decoder, device: str | torch.device, fill: Fill, options: LoadO
 
 @torch.no_grad()
 def read_weights(model: Decoder, device: str | torch.device) -> None:
-    """Allocate and read the weights of a model that was loaded onto `meta`. A sharded model reads only this rank's rows."""
+    """Allocate and read the weights of a model that was loaded onto `meta`. A sharded model reads only this rank's
+    rows."""
     assert model.source.unread is not None, "the weights were read before"
     model.to_empty(device=torch.device(device))
     remember_cuts(model.named_parameters(), model.sharding.cuts)
@@ -150,8 +153,8 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
 
 
 def read_spec(folder: Path, options: LoadOptions, is_quantized: bool = False) -> Spec:
-    """Read a folder's config.json; of a multimodal model, that of its language model, and with `options.images` that of its vision
-    tower. `is_quantized` ignores the quantization. Raises ValueError for an unsupported model."""
+    """Read a folder's config.json; of a multimodal model, that of its language model, and with `options.images` that of
+    its vision tower. `is_quantized` ignores the quantization. Raises ValueError for an unsupported model."""
     where, whole = str(folder / "config.json"), stored_config(folder)
     if is_quantized:
         whole = {key: value for key, value in whole.items() if key != "quantization_config"}
@@ -234,7 +237,8 @@ def _stored_weights(model: Decoder) -> Fill:
 
 
 def _names_in_language_model(model: Decoder, whole: Iterable[str]) -> dict[str, str | None]:
-    """The names that a folder's tensors have in a folder of the language model; None for tensors that the model does not have."""
+    """The names that a folder's tensors have in a folder of the language model; None for tensors that the model does
+    not have."""
     source = model.source
     spellings = None if model.vision is None else VISION_FAMILIES[source.part_of].spellings
     names = {name: name_in_language_model(name, spellings) if source.part_of else name for name in whole}
@@ -296,8 +300,8 @@ def _read_and_add_rows(stored: Readable, part: Part, new_ids: Sequence[int]) -> 
 def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[str, Readable]:
     """The stored tensors of the model's parameters. Raises ValueError unless they match one to one."""
     config = model.config
-    # Not read, as in transformers: drafting layers, rotary frequencies of early Llama folders, and keys and values of layers that
-    # use another layer's.
+    # Not read, as in transformers: drafting layers, rotary frequencies of early Llama folders, and keys and values of
+    # layers that use another layer's.
     keys_elsewhere = [i for i, layer in enumerate(config.layers) if layer.kv_from_layer is not None]
     unread = tuple(
         f"model.layers.{i}.self_attn.{own}" for i in keys_elsewhere for own in ("k_proj.", "v_proj.", "k_norm.")
@@ -347,6 +351,6 @@ def _check_tied(embedding: Readable, head: Readable) -> None:
     if is_alike:
         return
     raise ValueError(
-        f"{head.file}: lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings of config.json is true. "
-        "Set it to false if the model has its own output layer."
+        f"{head.file}: lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings of config.json "
+        "is true. Set it to false if the model has its own output layer."
     )

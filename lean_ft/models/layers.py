@@ -39,7 +39,8 @@ class RMSNorm(nn.Module):
         if self.num_groups > 1:
             x, weight = (part.unflatten(-1, (self.num_groups, -1)) for part in (x, self.weight))
             return RMSNormFunction.apply(x, weight, self.eps, self.weight_offset).flatten(-2)
-        # On CUDA PyTorch's fused kernel keeps as little; with two dtypes it would copy to the wider one and return that.
+        # On CUDA PyTorch's fused kernel keeps as little; with two dtypes it would copy to the wider one and return
+        # that.
         if x.is_cuda and self.weight_offset == 0.0 and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return RMSNormFunction.apply(x, self.weight, self.eps, self.weight_offset)
@@ -119,8 +120,9 @@ def residual_norm(config: DecoderConfig) -> nn.Module:
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)` for the result of a custom forward pass. If the last operation returns its own argument, as `to` does for
-    the same dtype and in-place operations always do, the compiler of torch 2.11 silently loses the gradient."""
+    """`x.to(dtype)` for the result of a custom forward pass. If the last operation returns its own argument, as `to`
+    does for the same dtype and in-place operations always do, the compiler of torch 2.11 silently loses the
+    gradient."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -214,11 +216,12 @@ class MLP(nn.Module):
 
     fused: gate and up are one matrix. A family with another layer overrides `inner`.
 
-    Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; squared ReLU: So et al. 2021, https://arxiv.org/abs/2109.08668.
+    Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; squared ReLU: So et al. 2021,
+    https://arxiv.org/abs/2109.08668.
     """
 
-    # Whether compiled code writes the gradients of gate and up in place. `checkpoint_layers` sets this; without checkpointing
-    # the compiler would copy both first.
+    # Whether compiled code writes the gradients of gate and up in place. `checkpoint_layers` sets this; without
+    # checkpointing the compiler would copy both first.
     overwrites = False
 
     def __init__(
@@ -295,8 +298,8 @@ class _Gated(torch.autograd.Function):
 def overwrite_factors(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """From the gradient of activation(gate) * up, write the gradient of up to `gate` and the gradient of gate to `up`.
 
-    Without this op the compiler fuses more operations on the same tensors into one kernel, which holds six tensors of the
-    layer's width at once instead of three.
+    Without this op the compiler fuses more operations on the same tensors into one kernel, which holds six tensors of
+    the layer's width at once instead of three.
     """
     _compiled_overwrite(activation)(*(tensor.flatten(0, -2) for tensor in (grad, gate, up)))
 
@@ -317,6 +320,6 @@ def _compiled_overwrite(activation: str) -> Callable[[Tensor, Tensor, Tensor], N
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, *, overwrites: bool = False) -> Tensor:
-    """activation(gate) * up, all (..., I); keeps only gate and up for backward. With `overwrites`, backward writes their
-    gradients in place, so nothing else may read them later."""
+    """activation(gate) * up, all (..., I); keeps only gate and up for backward. With `overwrites`, backward writes
+    their gradients in place, so nothing else may read them later."""
     return _Gated.apply(gate, up, activation, overwrites)

@@ -1,4 +1,5 @@
-"""What to load of a model's folder, and in which form: the options of `load_model`, typed by hand or taken from `ModelConfig`."""
+"""What to load of a model's folder, and in which form: the options of `load_model`, typed by hand or taken from
+`ModelConfig`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from lean_ft.system.user_functions import OWN_FAMILIES, use_family
 from lean_ft.tokenizers import load_tokenizer
 
 Quantize = Callable[[Decoder, str], None]
-"""Called with a model on the meta device and the name of each of its modules. It may replace weights by quantized ones."""
+"""Called with a model on the meta device and the name of each of its modules. It may replace weights by quantized
+ones."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class LoadOptions:
     images: ImagesMode = "none"
     """Of a multimodal model, load the language model alone, or also the vision tower, frozen or to train."""
     scores: Labels | None = None
-    """Labels of a reward model (`REWARD_LABELS`) or classifier (`label_fields`, `stored_labels`). A language model gets a
-    zero-initialized score layer with these labels. None loads a model that gives text."""
+    """Labels of a reward model (`REWARD_LABELS`) or classifier (`label_fields`, `stored_labels`). A language model gets
+    a zero-initialized score layer with these labels. None loads a model that gives text."""
     new_ids: Sequence[int] = ()
     """Ids of added tokens. Their rows are the mean of the rows before the first new id."""
     router_aux_loss_coef: float | None = None
@@ -70,8 +72,9 @@ def load_options(model: str | Path | ModelConfig, keywords: LoadKeywords) -> tup
     scores = keywords.get("scores")
     if not isinstance(scores, Mapping | None):
         raise ValueError(
-            f"scores is {scores!r}; expected labels from lean_ft.models: REWARD_LABELS for a reward model, label_fields(...) for "
-            "a classifier, stored_labels(folder) for either as it is, or None for a model that gives text."
+            f"scores is {scores!r}; expected labels from lean_ft.models: REWARD_LABELS for a reward model, "
+            "label_fields(...) for a classifier, stored_labels(folder) for either as it is, or None for a model that "
+            "gives text."
         )
     options: dict[str, object] = {**keywords, "dtype": torch_dtype(keywords.get("dtype", torch.float32))}
     return model, LoadOptions(**options)  # pyright: ignore[reportArgumentType]

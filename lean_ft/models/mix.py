@@ -1,17 +1,17 @@
 """The weighted sum of experts' outputs, with a hand-written backward pass.
 
-Tokens are sorted by expert, so that the experts' products run over consecutive rows (`grouped_matmul`). No shape depends on
-the number of tokens of an expert, so the host never waits for the device and compiled graphs do not break.
+Tokens are sorted by expert, so that the experts' products run over consecutive rows (`grouped_matmul`). No shape
+depends on the number of tokens of an expert, so the host never waits for the device and compiled graphs do not break.
 
-The backward pass keeps the tokens (not their sorted copies) and the activation's gate and up. A token's weight multiplies the
-activation instead of the expert's output, which is equivalent because the last projection is linear; so no output is kept for
-the weight's gradient. Weights of inputs multiply gate and up in the same way.
+The backward pass keeps the tokens (not their sorted copies) and the activation's gate and up. A token's weight
+multiplies the activation instead of the expert's output, which is equivalent because the last projection is linear; so
+no output is kept for the weight's gradient. Weights of inputs multiply gate and up in the same way.
 
-On a GPU with Triton, one kernel computes the activation and its gradient, with the bias and the row weights, and one the sum of
-each token's rows. Other devices compute one operation at a time.
+On a GPU with Triton, one kernel computes the activation and its gradient, with the bias and the row weights, and one
+the sum of each token's rows. Other devices compute one operation at a time.
 
-Shapes: N tokens, D features, E experts, K experts per token, M = N * K rows sorted by expert, I intermediate features of
-an expert, R rank of an adapter.
+Shapes: N tokens, D features, E experts, K experts per token, M = N * K rows sorted by expert, I intermediate features
+of an expert, R rank of an adapter.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,8 @@ class _Stack(NamedTuple):
     right: Tensor | None  # (E, R, outputs)
 
     def product(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Each row (M, inputs) times its expert's matrix, plus the low-rank product if there is an adapter: (M, outputs)."""
+        """Each row (M, inputs) times its expert's matrix, plus the low-rank product if there is an adapter: (M,
+        outputs)."""
         weight, own_ends = self._matrices(rows, ends, again=False)
         projected = grouped_matmul(rows, weight if self.input_first else weight.mT, own_ends)
         if self.left is not None and self.right is not None:
@@ -135,8 +136,8 @@ class _Stack(NamedTuple):
         return projected
 
     def _matrices(self, rows: Tensor, ends: Tensor, *, again: bool) -> tuple[Tensor, Tensor]:
-        """The dense matrices, and the ends of their rows. If a quantized stack has more experts than there are rows, each row gets
-        a copy of its expert's matrix, and the other experts are not expanded."""
+        """The dense matrices, and the ends of their rows. If a quantized stack has more experts than there are rows,
+        each row gets a copy of its expert's matrix, and the other experts are not expanded."""
         if self.weight.form.kind == "plain" or not 0 < len(rows) < len(ends):
             return self.weight.whole(rows.dtype, again=again), ends
         row = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
@@ -145,7 +146,8 @@ class _Stack(NamedTuple):
     def gradients(
         self, rows: Tensor, grad: Tensor, thin: Tensor | None, ends: Tensor, *, trains: bool
     ) -> list[Tensor | None]:
-        """The gradients of the low-rank matrices, and of the stored tensors if the weight trains. thin: of `thin_back`."""
+        """The gradients of the low-rank matrices, and of the stored tensors if the weight trains. thin: of
+        `thin_back`."""
         found: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
         if trains:  # in the layout of the weight; autograd converts it to the dtype of the weight
             found[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
@@ -234,14 +236,16 @@ def _results(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op(
     "lean_ft::grouped_activation",
     mutates_args=(),
-    schema="(Tensor factors, Tensor row_weights, Tensor? bias, Tensor experts, Tensor? grad_inner, bool needs_inner, str activation, "
-    "bool gated, bool interleaved, float gate_scale, float up_offset, float? limit, bool scales_input) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor factors, Tensor row_weights, Tensor? bias, Tensor experts, Tensor? grad_inner, bool needs_inner, "
+    "str activation, bool gated, bool interleaved, float gate_scale, float up_offset, float? limit, bool scales_input) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def grouped_activation(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted activation (M, I), and from its gradient those of the factors (M, 2 * I) and of the row weights (M,).
+    """The weighted activation (M, I), and from its gradient those of the factors (M, 2 * I) and of the row weights
+    (M,).
 
-    factors: without their bias (E, 2 * I). row_weights (M, 1). experts (M,): of each row. grad_inner (M, I): if outputs are weighed,
-    without their weights; None: the gradients are empty. If not `needs_inner`, the activation is empty.
+    factors: without their bias (E, 2 * I). row_weights (M, 1). experts (M,): of each row. grad_inner (M, I): if outputs
+    are weighed, without their weights; None: the gradients are empty. If not `needs_inner`, the activation is empty.
     """
     from lean_ft.models.expert_kernels import activate
 

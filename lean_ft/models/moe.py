@@ -1,11 +1,13 @@
 """Mixture of experts: a router sends each token to a few of many feed-forward layers and sums their weighted outputs.
 
-Experts are stacked in one parameter per projection; an expert without tokens gets a zero gradient. `mix` computes their sum.
+Experts are stacked in one parameter per projection; an expert without tokens gets a zero gradient. `mix` computes their
+sum.
 
 Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; load balancing: Fedus et al. 2021,
 https://arxiv.org/abs/2101.03961.
 
-Shapes: N tokens, D features, E experts, K experts per token, I intermediate features of an expert, R rank of an adapter.
+Shapes: N tokens, D features, E experts, K experts per token, I intermediate features of an expert, R rank of an
+adapter.
 """
 
 from collections.abc import Callable, Sequence
@@ -118,7 +120,8 @@ class Experts(nn.Module):
         gate_up_adapter: tuple[Tensor, Tensor] | None = None,
         down_adapter: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """The sum (N, D) of the outputs of the experts `chosen` (N, K), weighted by `weights` (N, K), for tokens (N, D).
+        """The sum (N, D) of the outputs of the experts `chosen` (N, K), weighted by `weights` (N, K), for tokens (N,
+        D).
 
         Adapters add the product of two low-rank matrices per expert: (E, D, R) and (E, R, 2 * I) to the gate and up
         projection, (E, I, R) and (E, R, D) to the down projection.
@@ -205,9 +208,10 @@ def load_balancing_loss(
 ) -> Tensor:
     """The load-balancing loss of the routers of all layers, a float32 scalar: K for an even load, up to E.
 
-    It is E times the sum over experts of (choices per token) * (mean probability), with means over the tokens of all layers.
-    router_logits: (N, E) per layer. is_token (N,) bool: False for padding, which is ignored. over_row: sums over the ranks
-    that share a row's tokens.
+    It is E times the sum over experts of (choices per token) * (mean probability), with means over the tokens of all
+    layers.
+    router_logits: (N, E) per layer. is_token (N,) bool: False for padding, which is ignored. over_row: sums over the
+    ranks that share a row's tokens.
     """
     num_experts = router_logits[0].shape[1]
     counted = torch.ones_like(router_logits[0][:, :1]) if is_token is None else is_token.view(-1, 1)

@@ -23,7 +23,8 @@ Fill = Callable[[str, Tensor], None]
 def build_decoder(
     config: DecoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A decoder with random weights: normal of standard deviation `initializer_range`, zero biases, norms of scale 1."""
+    """A decoder with random weights: normal of standard deviation `initializer_range`, zero biases, norms of scale
+    1."""
     model = empty_decoder(config, dtype)
     fill_model(model, device, random_weights(model))
     return model
@@ -44,8 +45,9 @@ def empty_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
 
 @torch.no_grad()
 def fill_model(model: Decoder, device: str | torch.device, fill: Fill, memory: MemoryConfig | None = None) -> None:
-    """Allocate and fill the parameters of a meta model, one module at a time, and one quantized weight at a time. Of the weights
-    that `memory` keeps on the host, embeddings are read into host memory, and each stack of experts is moved there."""
+    """Allocate and fill the parameters of a meta model, one module at a time, and one quantized weight at a time. Of
+    the weights that `memory` keeps on the host, embeddings are read into host memory, and each stack of experts is
+    moved there."""
     host_embeddings = memory is not None and memory.frozen_embeddings == "host"
     streams_experts = memory is not None and memory.experts == "streamed"
     name, value = ("frozen_embeddings", "host") if host_embeddings else ("experts", "streamed")
@@ -68,8 +70,8 @@ def fill_model(model: Decoder, device: str | torch.device, fill: Fill, memory: M
 
 
 def random_weights(model: Decoder) -> Fill:
-    """Fill a parameter as a new model has it: by its module's `initial` (a number, or a function that fills the tensor), with
-    zeros for a bias, or drawn."""
+    """Fill a parameter as a new model has it: by its module's `initial` (a number, or a function that fills the
+    tensor), with zeros for a bias, or drawn."""
     initial = {
         f"{place}.{key}": value for place, module in model.named_modules() for key, value in _initial(module).items()
     }

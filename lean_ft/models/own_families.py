@@ -12,8 +12,8 @@ from lean_ft.system.whole_files import read_json
 
 
 def check_own_families(setting: str | None = None) -> None:
-    """Raise ValueError if this process has read no model by the user's row `setting`, FILE.py:NAME; by default, by the row of the
-    option --family."""
+    """Raise ValueError if this process has read no model by the user's row `setting`, FILE.py:NAME; by default, by the
+    row of the option --family."""
     from lean_ft.models.config_json import as_its_family  # here, because that module imports this one
 
     for name, own in OWN_FAMILIES.items():
@@ -38,8 +38,8 @@ def naming_row(model_type: str) -> Iterator[None]:
 
 
 def remedy(model_type: str, where: str, known: Iterable[str]) -> str:
-    """How to have a model read that lean_ft does not read: by the row that a run's checkpoint records, or by a new one. `known` model
-    types are read."""
+    """How to have a model read that lean_ft does not read: by the row that a run's checkpoint records, or by a new one.
+    `known` model types are read."""
     settings = read_json(Path(where).parent / TRAINING_STATE_FILE).get("settings")
     if isinstance(settings, dict) and is_function_path(own := settings.get("model.family")):
         return f" Its run read it by a row of yours: if you trust this file, set model.family={own}, or --family {own}."
@@ -47,7 +47,7 @@ def remedy(model_type: str, where: str, known: Iterable[str]) -> str:
         rows = ", ".join(own.setting for own in OWN_FAMILIES.values())
         return f" model.family={rows} is the row of another model_type. Name the row {own_name(model_type)}."
     return (
-        f"{did_you_mean(model_type, known)} docs/models.md lists the models that it reads, and "
-        f"docs/new_family.md shows how to add one. With a row of your own, set model.family=FILE.py:{own_name(model_type)}, or "
-        "--family of a command without settings."
+        f"{did_you_mean(model_type, known)} docs/models.md lists the models that it reads, and docs/new_family.md "
+        f"shows how to add one. With a row of your own, set model.family=FILE.py:{own_name(model_type)}, or --family "
+        "of a command without settings."
     )

@@ -50,11 +50,14 @@ def positions_of(
 
 
 def position_rows(positions: Tensor, config: DecoderConfig) -> Tensor:
-    """The rows of positions in the learned embedding of a model. Raises ValueError for a position that has none; on a GPU a
-    failure is a device-side assertion."""
+    """The rows of positions in the learned embedding of a model. Raises ValueError for a position that has none; on a
+    GPU a failure is a device-side assertion."""
     assert config.position_row is not None
     longest = config.max_positions
-    message = f"a text is longer than {longest} tokens, and the model has embeddings of {longest} positions. Set a lower data.max_length."
+    message = (
+        f"a text is longer than {longest} tokens, and the model has embeddings of {longest} positions. Set a lower "
+        "data.max_length."
+    )
     _check((positions < longest).all(), message)
     return positions + config.position_row
 
@@ -76,8 +79,8 @@ def text_lengths(
     prefixes: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The length of each token's text, from the arguments of a forward pass: (B, T) in packed rows, and in other rows (B, 1),
-    without padding."""
+    """The length of each token's text, from the arguments of a forward pass: (B, T) in packed rows, and in other rows
+    (B, 1), without padding."""
     if cu_seqlens is not None:
         positions = positions_of(input_ids, positions, cu_seqlens, None, None, prefixes)
         return lengths_of_documents(positions, cu_seqlens)
@@ -92,8 +95,8 @@ def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _check_documents(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> None:
-    """Raise ValueError if a document is longer than a row, or documents do not end with the batch. On a GPU a failure is a
-    device-side assertion, so that the host does not wait."""
+    """Raise ValueError if a document is longer than a row, or documents do not end with the batch. On a GPU a failure
+    is a device-side assertion, so that the host does not wait."""
     end = num_rows * num_tokens
     fits = (cu_seqlens.diff() <= num_tokens).all() & (cu_seqlens[-1] == end)
     message = (

@@ -1,8 +1,8 @@
 """Rotary position embeddings and their scalings to longer contexts.
 
 Position m rotates each pair of features (i, i + R / 2) of a query or key by the angle m * frequency[i] (Su et al. 2021,
-https://arxiv.org/abs/2104.09864; pairs as in Hugging Face's models). `SCALINGS` computes the frequencies of each scaling.
-Angles are computed in float32, because bfloat16 cannot distinguish positions above 256.
+https://arxiv.org/abs/2104.09864; pairs as in Hugging Face's models). `SCALINGS` computes the frequencies of each
+scaling. Angles are computed in float32, because bfloat16 cannot distinguish positions above 256.
 
 The scalings `dynamic` and `longrope` choose frequencies by the length of the row (including padding) or of the packed
 document, so a document's numbers do not depend on the other documents.
@@ -43,7 +43,8 @@ class RopeConfig:
     beta_fast: float = 32.0  # frequencies with at least this many turns over the original context are kept
     beta_slow: float = 1.0  # frequencies with at most this many turns are divided by the factor
     truncate: bool = True  # the bounds between kept and divided frequencies are rounded to whole features
-    # With positions on the axes time, height and width: the axis of each frequency, (R / 2,). The axes of text are equal.
+    # With positions on the axes time, height and width: the axis of each frequency, (R / 2,). The axes of text are
+    # equal.
     axes: tuple[int, ...] = ()
     nonzero_fraction: float = 1.0  # the fraction of frequencies, from the fastest, that is not 0
     short_factors: tuple[float, ...] = ()  # (R / 2,) divisors of the frequencies up to the original length
@@ -113,8 +114,8 @@ def _longrope(rope: RopeConfig, size: int) -> Tensor:
 
 
 def _proportional(rope: RopeConfig, size: int) -> Tensor:
-    """The slowest frequencies are 0 (Gemma 4). Unlike with a rotary fraction below 1, the features that are not rotated lie in
-    the middle and at the end of a head."""
+    """The slowest frequencies are 0 (Gemma 4). Unlike with a rotary fraction below 1, the features that are not rotated
+    lie in the middle and at the end of a head."""
     frequencies = _plain(rope, size) / rope.factor
     frequencies[int(rope.nonzero_fraction * size // 2) :] = 0.0
     return frequencies
@@ -133,8 +134,8 @@ SCALINGS: dict[str, Callable[[RopeConfig, int], Tensor]] = {
 
 
 def _dynamic(rope: RopeConfig, size: int, lengths: Tensor) -> Tensor:
-    """Frequencies (..., R / 2) for lengths (...). The base grows with the length, so that the slowest feature turns as far as
-    it did over the original context."""
+    """Frequencies (..., R / 2) for lengths (...). The base grows with the length, so that the slowest feature turns as
+    far as it did over the original context."""
     lengths = lengths.clamp(min=int(rope.original_max_positions))
     stretch = rope.factor * lengths / rope.original_max_positions - (rope.factor - 1)
     base = rope.theta * stretch ** (size / (size - 2))
@@ -163,11 +164,12 @@ class RotaryEmbedding:
         self._axes: dict[torch.device, Tensor] = {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cos and sin (B, T, R) of positions (B, T), or (3, B, T) on three axes, in `dtype`, or in float32 if the model rotates in
-        float32.
+        """Cos and sin (B, T, R) of positions (B, T), or (3, B, T) on three axes, in `dtype`, or in float32 if the model
+        rotates in float32.
 
-        If queries grow with positions, the shape is (2, B, T, R), for queries and for keys. lengths (B or 1, T or 1) int64: the
-        length of each position's document, which some scalings use; by default the row's last position plus 1.
+        If queries grow with positions, the shape is (2, B, T, R), for queries and for keys. lengths (B or 1, T or 1)
+        int64: the length of each position's document, which some scalings use; by default the row's last position plus
+        1.
         """
         turned = positions[..., None]
         if positions.dim() == 3:

@@ -19,7 +19,8 @@ def rope_config(
 ) -> RopeConfig:
     """Read the rotary settings of field `key`, by default those of the whole model.
 
-    may_be_partial: the family may rotate a fraction of each head. ignored: settings that may be present and have no effect.
+    may_be_partial: the family may rotate a fraction of each head. ignored: settings that may be present and have no
+    effect.
     facts: further fields of RopeConfig.
     """
     if key is None:
@@ -56,8 +57,8 @@ def rope_config(
     unknown = [name for name, value in settings.items() if name not in known and value is not None]
     if unknown:
         raise ValueError(
-            f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not use; expected only {listed(own.read)}. "
-            "Remove unused settings."
+            f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not use; expected only "
+            f"{listed(own.read)}. Remove unused settings."
         )
     if scaling not in ("default", "linear", "proportional"):
         values.setdefault("original_max_positions", original)
@@ -65,7 +66,8 @@ def rope_config(
 
 
 def _axes(settings: ConfigFields, num_frequencies: int) -> tuple[int, ...]:
-    """The axis of each frequency: time, height and width, section by section or in turn. In turn, time takes what the others
+    """The axis of each frequency: time, height and width, section by section or in turn. In turn, time takes what the
+    others
     leave. Source: Wang et al. 2024, https://arxiv.org/abs/2409.12191."""
     sections = settings.get("mrope_section")
     is_valid = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int for n in sections)
@@ -158,8 +160,8 @@ def head_dim_of(fields: ConfigFields) -> int:
         head_dim = hidden_size // num_heads
     else:
         raise ValueError(
-            f"{fields.where}: hidden_size is {hidden_size}, which is not a multiple of {num_heads} attention heads. Set "
-            "head_dim, or correct one of the two."
+            f"{fields.where}: hidden_size is {hidden_size}, which is not a multiple of {num_heads} attention heads. "
+            "Set head_dim, or correct one of the two."
         )
     if head_dim % 2:
         raise ValueError(f"{fields.where}: head_dim is {head_dim}; rotary embeddings need an even number.")

@@ -1,4 +1,5 @@
-"""The choices of a model's routers in a forward pass: recorded choices in their place, their loss, and metrics of a step.
+"""The choices of a model's routers in a forward pass: recorded choices in their place, their loss, and metrics of a
+step.
 
 Source of recorded choices: Rollout Routing Replay, Ma et al. 2025, https://arxiv.org/abs/2510.11370.
 
@@ -71,10 +72,12 @@ class RoutingStatistics:
         probabilities += counted @ logits.softmax(-1, dtype=torch.float32)
 
     def take(self, ranks: Ranks) -> dict[str, Tensor]:
-        """The metrics since the last call, over the tokens of all ranks, as means over the layers; empty without a pass.
+        """The metrics since the last call, over the tokens of all ranks, as means over the layers; empty without a
+        pass.
 
-        expert_load: choices of the most chosen expert, as a multiple of the mean expert's, from 1 to E / K. unused_experts: share of
-        experts that no token chose. router_entropy: entropy of the tokens' mean probabilities, as a share of the highest, log E.
+        expert_load: choices of the most chosen expert, as a multiple of the mean expert's, from 1 to E / K.
+        unused_experts: share of experts that no token chose. router_entropy: entropy of the tokens' mean probabilities,
+        as a share of the highest, log E.
         """
         if not self._sums:
             return {}

@@ -1,8 +1,9 @@
 """Read and write safetensors files tensor by tensor, without a second copy of the weights in memory.
 
-The safetensors library maps a file into memory, where every touched page is resident until the file is closed, so loading a
-model peaks at twice its size. This module copies bytes straight between file and parameter. The format is 8 bytes of length, a
-JSON header, and the tensors' bytes (https://huggingface.co/docs/safetensors). Files equal the library's output byte for byte.
+The safetensors library maps a file into memory, where every touched page is resident until the file is closed, so
+loading a model peaks at twice its size. This module copies bytes straight between file and parameter. The format is 8
+bytes of length, a JSON header, and the tensors' bytes (https://huggingface.co/docs/safetensors). Files equal the
+library's output byte for byte.
 """
 
 import json
@@ -74,8 +75,9 @@ class StoredTensor:
         return tensor
 
     def read_part(self, part: Part) -> None:
-        """Fill this rank's part of a tensor of this shape, on any device and in any floating dtype, with 1 MiB of memory; with
-        none if the part is on the CPU and has the stored dtype, and with a matrix at a time if it is transposed."""
+        """Fill this rank's part of a tensor of this shape, on any device and in any floating dtype, with 1 MiB of
+        memory; with none if the part is on the CPU and has the stored dtype, and with a matrix at a time if it is
+        transposed."""
         assert self.dtype is not None
         assert part.shape == self.shape
         if not part.values.is_contiguous():
@@ -200,8 +202,8 @@ def write_file(
 ) -> None:
     """Write tensors to a file atomically, one at a time.
 
-    All `ranks` call this with their parts of the same tensors. The bytes do not depend on the number of ranks. If one rank
-    fails, all raise. Rank 0 reads tensors on the meta device from `copied`, and writes them in pieces of some MiB.
+    All `ranks` call this with their parts of the same tensors. The bytes do not depend on the number of ranks. If one
+    rank fails, all raise. Rank 0 reads tensors on the meta device from `copied`, and writes them in pieces of some MiB.
     """
     parts = {name: tensor if isinstance(tensor, Part) else part_of(tensor) for name, tensor in tensors.items()}
     names = sorted(parts, key=lambda name: (_ORDER.index(parts[name].dtype), name))

@@ -1,7 +1,7 @@
 """Save a model as a Hugging Face folder, under the names that the folder it was read from has.
 
-A language model that was read from a multimodal folder is saved alone, as a folder of its own family. With `whole`, or if the
-vision tower was loaded, the whole multimodal folder is written, and tensors that were not loaded are copied.
+A language model that was read from a multimodal folder is saved alone, as a folder of its own family. With `whole`, or
+if the vision tower was loaded, the whole multimodal folder is written, and tensors that were not loaded are copied.
 """
 
 import shutil
@@ -38,18 +38,19 @@ def save_model(
 ) -> None:
     """Write config.json and safetensors files that `load_model` and transformers' `from_pretrained` read.
 
-    Weights above `max_shard_bytes` are split into several files with an index. config.json is the loaded config with the
-    current dtype; generation_config.json is copied. Each file is written atomically, and weight files of an earlier save are
-    removed. For a sharded model all `ranks` call this, and each rank writes its rows.
+    Weights above `max_shard_bytes` are split into several files with an index. config.json is the loaded config with
+    the current dtype; generation_config.json is copied. Each file is written atomically, and weight files of an earlier
+    save are removed. For a sharded model all `ranks` call this, and each rank writes its rows.
 
     Args:
-        whole: for the language model of a multimodal folder: write that folder's model, as for a model with a vision tower. All names are the folder's own, and
-            tensors and settings of images are copied from it, one file of weights in memory at a time.
+        whole: for the language model of a multimodal folder: write that folder's model, as for a model with a vision
+            tower. All names are the folder's own, and tensors and settings of images are copied from it, one file of
+            weights in memory at a time.
         weights: values to write instead of the model's, such as copies of `parts_on_disk(model)`.
 
     Raises:
-        ValueError: if the model has no config.json, or its parameters are not those of its config (such as with an adapter), or
-            with `whole` not those of the folder.
+        ValueError: if the model has no config.json, or its parameters are not those of its config (such as with an
+            adapter), or with `whole` not those of the folder.
     """
     check_parameters(model)
     from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
@@ -85,14 +86,14 @@ def check_parameters(model: Decoder) -> None:
     if different := expected.keys() ^ dict(model.named_parameters()).keys():
         raise ValueError(
             f"the model's parameters differ from those of its config.json: {first_few(different)}. Save an adapter by "
-            "lean_ft.peft.save_adapter, or merge it first. A module that trains besides the model is an argument of its own: "
-            "Run(..., carried=module)."
+            "lean_ft.peft.save_adapter, or merge it first. A module that trains besides the model is an argument of "
+            "its own: Run(..., carried=module)."
         )
 
 
 def write_configs(model: Decoder, folder: Path, drafts: bool = False, **more: Any) -> None:
-    """Write config.json with the model's dtype and the fields `more`, and the loaded generation_config.json. Without `drafts`, the
-    folder has no drafting layers."""
+    """Write config.json with the model's dtype and the fields `more`, and the loaded generation_config.json. Without
+    `drafts`, the folder has no drafting layers."""
     config = model.source.config if drafts else without_drafting(model.source.config)
     spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     dtype = str(model.dtype).removeprefix("torch.")
@@ -119,8 +120,8 @@ def _write_index(folder: Path, split: Any) -> None:
 
 
 def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part], dict[str, Readable]]:
-    """All tensors of the multimodal folder by its own names: the model's `parts`, and as parts without values those to copy, which
-    are also returned as stored."""
+    """All tensors of the multimodal folder by its own names: the model's `parts`, and as parts without values those to
+    copy, which are also returned as stored."""
     source = model.source
     assert source.folder is not None and source.part_of, "only the language model of a folder has a whole"
     if lost := parts.keys() - source.names.values():
@@ -142,7 +143,8 @@ def _with_drafting(
 ) -> tuple[dict[str, Part], dict[str, Readable]]:
     """Add the tensors of the model's drafting layers to its `parts`, as parts without values.
 
-    On rank 0, also return the tensors as they are stored. Only rank 0 reads them: the folder may be on the disk of one machine.
+    On rank 0, also return the tensors as they are stored. Only rank 0 reads them: the folder may be on the disk of one
+    machine.
     """
     found = dict[str, Readable]()
 
@@ -177,7 +179,8 @@ def _place(shape: Sequence[int], dtype: torch.dtype | None) -> Part:
 
 
 def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
-    """Copy the multimodal model's settings, with the dtype and vocabulary size of the model, whose weights are not quantized."""
+    """Copy the multimodal model's settings, with the dtype and vocabulary size of the model, whose weights are not
+    quantized."""
     assert model.source.folder is not None
     whole = model.source.start / model.source.folder
     changes: dict[str, Any] = {"vocab_size": model.config.vocab_size}

@@ -40,32 +40,34 @@ _OF_SOUND = ("audio_tower.", "embed_audio.")
 class Source:
     """The folder that a model was read from; saving writes the same form back.
 
-    A parameter has one name here, the decoder's, for all families. `stored` and `module_name` return the names that the folder
-    and transformers use for it.
+    A parameter has one name here, the decoder's, for all families. `stored` and `module_name` return the names that the
+    folder and transformers use for it.
     """
 
     folder: Path | None = None
     start: Path = field(default_factory=Path.cwd)
-    """The current folder when the model was read, to which `folder` may be relative. User code may change the current folder."""
+    """The current folder when the model was read, to which `folder` may be relative. User code may change the current
+    folder."""
     config: dict[str, Any] = field(default_factory=dict)
     """The folder's config.json, without its quantization; for a multimodal model, that of its language model."""
     part_of: str = ""
     """The model_type of the multimodal model whose language model this is, with or without its vision tower."""
     names: dict[str, str | None] = field(default_factory=dict)
-    """A multimodal model's folder: its names of all tensors, and the names in a folder of the language model. None for tensors
-    that the language model does not have. Empty for other folders."""
+    """A multimodal model's folder: its names of all tensors, and the names in a folder of the language model. None for
+    tensors that the language model does not have. Empty for other folders."""
     stacks: dict[str, bool] = field(default_factory=dict)
-    """Parameters of experts that the folder stores as one tensor instead of one per expert, and whether their matrices are
-    transposed there, as in the published Qwen3-VL."""
+    """Parameters of experts that the folder stores as one tensor instead of one per expert, and whether their matrices
+    are transposed there, as in the published Qwen3-VL."""
     drafting: dict[str, str] = field(default_factory=dict)
-    """The folder's names of tensors of drafting layers, which saving copies, by their names in a folder of the language model."""
+    """The folder's names of tensors of drafting layers, which saving copies, by their names in a folder of the language
+    model."""
     new_ids: list[int] = field(default_factory=list)
     """Ids of added tokens, whose rows the folder does not have."""
     quantization: dict[str, Any] = field(default_factory=dict)
     """The quantization of the folder's weights, which are dequantized while loading unless an adapter keeps them."""
     form_in_folder: "Callable[[str], Frozen | None] | None" = None
-    """The form in which the folder has a parameter, on the meta device, or None if it is not quantized. None for random weights
-    and in plans."""
+    """The form in which the folder has a parameter, on the meta device, or None if it is not quantized. None for random
+    weights and in plans."""
     generation_config: bytes | None = None
     end_ids: list[int] = field(default_factory=list)
     """The ids that end a completion, by the folder's files."""
@@ -93,7 +95,8 @@ class Source:
                 yield place.replace("*", str(index)), piece
 
     def places(self, name: str) -> list[str]:
-        """The names that a parameter's tensors have in the language model's folder. `*` stands for an index, such as an expert's."""
+        """The names that a parameter's tensors have in the language model's folder. `*` stands for an index, such as an
+        expert's."""
         family = self.family
         part = next((part for part in family.on_disk if part in name), None)
         places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
@@ -123,9 +126,9 @@ class Source:
         return theirs + place.removeprefix(own) if place.startswith(own) else place
 
     def stored(self, name: str, parameter: Tensor, as_read: bool = False) -> Iterator[tuple[str, Part]]:
-        """Yield the stored tensors of a parameter, which may be sharded: their names in a folder of the language model, and this
-        rank's part of each as a view, contiguous unless it is transposed. With `as_read`, each of `stacks` is one tensor under the
-        parameter's name."""
+        """Yield the stored tensors of a parameter, which may be sharded: their names in a folder of the language model,
+        and this rank's part of each as a view, contiguous unless it is transposed. With `as_read`, each of `stacks` is
+        one tensor under the parameter's name."""
         here = part_of(parameter)
         if self.is_transposed(name):
             yield self.places(name)[0], here.transposed
@@ -165,8 +168,8 @@ class Source:
         return {stored: name for name, stored in self.names.items() if stored is not None}
 
     def module_name(self, name: str, in_whole: bool = True) -> str:
-        """The name of a module in transformers' class, which PEFT uses too; with `in_whole` in the class of the multimodal
-        model, if the folder has one. `name_in_language_model` reverts the difference."""
+        """The name of a module in transformers' class, which PEFT uses too; with `in_whole` in the class of the
+        multimodal model, if the folder has one. `name_in_language_model` reverts the difference."""
         if name.startswith("vision."):
             return self.name_in_whole(self._of_tower(name)) if in_whole else self._of_tower(name)
         family = self.family
@@ -184,8 +187,8 @@ def is_of_images(place: str) -> bool:
 
 
 def name_in_language_model(name: str, spellings: Mapping[str, str] | None = None) -> str | None:
-    """The name of a multimodal model's tensor or module in its language model; None for those of audio. Those of images have the
-    name of `Source.stored`, or None without `spellings`, which are those of `VisionFamily`."""
+    """The name of a multimodal model's tensor or module in its language model; None for those of audio. Those of images
+    have the name of `Source.stored`, or None without `spellings`, which are those of `VisionFamily`."""
     inner = name.removeprefix("model.")
     if inner.startswith(_OF_IMAGES):
         for spelling, place in (spellings or {}).items():
@@ -239,7 +242,7 @@ def tensors_on_disk(model: nn.Module) -> dict[str, Tensor]:
 
 
 def parts_on_disk(model: nn.Module, as_read: bool = False) -> dict[str, Part]:
-    """As `tensors_on_disk`, for a model that may be sharded: this rank's part of each tensor. `as_read` is that of `stored`; a
-    model with a vision tower, which is always saved in the form of its folder, has no other."""
+    """As `tensors_on_disk`, for a model that may be sharded: this rank's part of each tensor. `as_read` is that of
+    `stored`; a model with a vision tower, which is always saved in the form of its folder, has no other."""
     source, as_read = source_of(model), as_read or getattr(model, "vision", None) is not None
     return dict(pair for name, tensor in all_tensors(model) for pair in source.stored(name, tensor, as_read))

@@ -80,22 +80,23 @@ def stored_config(folder: Path) -> dict[str, Any]:
     purpose = CONFIG_PURPOSE
     if (folder / "adapter_config.json").is_file():
         purpose = (
-            "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both. For a "
-            f"model of both, run `leanft export {quote(str(folder))} merged --merge` and use the folder merged."
+            "it is an adapter. Set model.path to its base model, and adapter= to this folder to generate with both. "
+            f"For a model of both, run `leanft export {quote(str(folder))} merged --merge` and use the folder merged."
         )
     return as_its_family(read_json(folder / "config.json", purpose))
 
 
 def stored_labels(folder: Path) -> Labels | None:
-    """The labels of a folder's reward model or classifier, as `load_model(scores=...)` takes them; None for a language model."""
+    """The labels of a folder's reward model or classifier, as `load_model(scores=...)` takes them; None for a language
+    model."""
     config = language_model_config(stored_config(folder), str(folder / "config.json"))
     fields = ("num_labels", "id2label", "label2id", "problem_type")
     return {field: config[field] for field in fields if field in config} if gives_scores(config) else None
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The narrowest of bfloat16, float16 and float32 that holds every stored tensor exactly. Tensors that a model always
-    keeps in float32 do not count."""
+    """The narrowest of bfloat16, float16 and float32 that holds every stored tensor exactly. Tensors that a model
+    always keeps in float32 do not count."""
     dtype: torch.dtype | None = None
     config = language_model_config(stored_config(folder))
     always_float32 = decoder_config(config, where=str(folder / "config.json")).in_float32
@@ -110,8 +111,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def weights_fingerprint(folder: Path) -> str | None:
     """A SHA-256 digest of names, dtypes, shapes and sampled bytes of all tensors; None for a folder without weights.
 
-    The digest does not depend on the folder's path, file names, sharding or file times. It reads about 8,192 pages, which
-    takes seconds. A change that lies entirely between the sampled pages is not detected.
+    The digest does not depend on the folder's path, file names, sharding or file times. It reads about 8,192 pages,
+    which takes seconds. A change that lies entirely between the sampled pages is not detected.
     """
     if not any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_INDEX, GGUF_INDEX)):
         return None
@@ -128,14 +129,14 @@ def _no_weights(folder: Path) -> str:
     pickled = [f.name for f in sorted(folder.iterdir()) if f.suffix in (".bin", ".pth", ".pt", ".ckpt")]
     if pickled:
         return (
-            f"{folder} has weights only as {first_few(pickled)}. Pickled files can run code when opened, so they are not "
-            "read. If you trust them, load the folder with transformers and save it with save_pretrained()."
+            f"{folder} has weights only as {first_few(pickled)}. Pickled files can run code when opened, so they are "
+            "not read. If you trust them, load the folder with transformers and save it with save_pretrained()."
         )
     others = [f.name for f in sorted(folder.glob("*.safetensors"))]
     found = f" It has {first_few(others)}, which is not the name of a whole model." if others else ""
     return (
-        f"{folder} has no weights: expected {WEIGHTS_FILE}, or {WEIGHTS_INDEX} and its files.{found} Set random_init to build "
-        "the model with random weights."
+        f"{folder} has no weights: expected {WEIGHTS_FILE}, or {WEIGHTS_INDEX} and its files.{found} Set random_init "
+        "to build the model with random weights."
     )
 
 

@@ -18,7 +18,8 @@ from lean_ft.online.episodes import Episode
 
 @dataclass
 class Rollout(Completion):
-    """A completion of a round, with its rewards and what training makes of them. Its fields are saved in checkpoints."""
+    """A completion of a round, with its rewards and what training makes of them. Its fields are saved in
+    checkpoints."""
 
     prompt: int = 0  # its number
     reward: float | None = None
@@ -72,8 +73,8 @@ class Rollout(Completion):
         return sum(self.divergences) if self.divergences else None
 
     def estimate_advantages(self, kl_weight: float, gamma: float, gae_lambda: float) -> None:
-        """Set generalized advantages and returns. The steps are the sampled tokens: the value before one of them follows the value
-        before the last sampled one."""
+        """Set generalized advantages and returns. The steps are the sampled tokens: the value before one of them
+        follows the value before the last sampled one."""
         sampled = torch.tensor(self.trained)
         if not sampled.any():  # it has only tokens around images
             self.advantages = self.returns = [0.0] * len(self.ids)
@@ -163,12 +164,13 @@ def why_untrained(found: dict[str, float], any_trained: bool, has_values: bool) 
         return "no completion has a reward, because all reward functions returned None"
     if not any_trained:
         return (
-            "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true leaves "
-            "those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
+            "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true "
+            "leaves those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
         )
     if has_values or found["even_groups"] < 1:
         return ""
     return (
         "all completions of each prompt have the same reward. To sample other prompts instead, set "
-        "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with more values"
+        "generation.most_attempts=4. Or raise generation.num_answers or generation.temperature, or use rewards with "
+        "more values"
     )

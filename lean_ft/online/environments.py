@@ -5,13 +5,14 @@
         def step(self, action): ...                       def any_method(self, word: str) -> str: ...
                                                           def get_reward(self): ...
 
-On the left, `action` is the text of a turn without calls, and `step` returns (observation, reward, done). On the right, the
+On the left, `action` is the text of a turn without calls, and `step` returns (observation, reward, done). On the right,
+the
 public methods are tools: TRL's `environment_factory`. `reset` returns a text that is added to the last message of the
 prompt, messages that follow it, or None.
 
-A `gymnasium.Env` has `reset(seed=, options=)`. Its action is the text if the action space contains it, or else the last whole
-number of the text. An OpenEnv client, or an OpenEnv environment in this process, has `parse_action(text)`, which the user
-adds. `format_observation(observation)`, if there is one, writes the observations of both as text.
+A `gymnasium.Env` has `reset(seed=, options=)`. Its action is the text if the action space contains it, or else the last
+whole number of the text. An OpenEnv client, or an OpenEnv environment in this process, has `parse_action(text)`, which
+the user adds. `format_observation(observation)`, if there is one, writes the observations of both as text.
 
 All methods of an object run in one thread, one after another, and get copies (`lean_ft.system.user_code`).
 """
@@ -63,7 +64,8 @@ class Environment:
     """
 
     def __init__(self, name: str, settings: ToolsConfig) -> None:
-        """settings: for the limits. Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step` and methods."""
+        """settings: for the limits. Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step`
+        and methods."""
         self.name, self._make, self._settings = name, load_function(name), settings
         self.objects: list[Any] = []  # None: to be made
         self._threads: list[CallThread] = []  # of the objects
@@ -89,8 +91,9 @@ class Environment:
         is_openenv = all(hasattr(probe, one) for one in ("step", "state", "close"))
         if not self.has_steps and (is_openenv or not self.methods_of(probe)):
             raise ValueError(
-                f"environment={name} has neither step(self, action) and reset(self, row), nor public methods, which would be "
-                "tools. Add them. An environment of OpenEnv needs parse_action(self, text), which returns its action."
+                f"environment={name} has neither step(self, action) and reset(self, row), nor public methods, which "
+                "would be tools. Add them. An environment of OpenEnv needs parse_action(self, text), which returns "
+                "its action."
             )
         if self._form == "gymnasium" and not hasattr(probe, "parse_action"):
             if (space := getattr(probe, "action_space", None)) is None:
@@ -108,7 +111,8 @@ class Environment:
         return [] if self.has_steps else [getattr(environment, name) for name in names]
 
     def object(self, number: int) -> Any:
-        """Return the environment of this number, and make it if there is none. Raises ValueError if another number has the same object."""
+        """Return the environment of this number, and make it if there is none. Raises ValueError if another number has
+        the same object."""
         while len(self.objects) <= number:
             self.objects.append(None)
             self._threads.append(CallThread())

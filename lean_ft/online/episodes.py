@@ -1,8 +1,8 @@
 """Episodes: completions of several turns, in which the model calls tools or acts in an environment.
 
 After its prompt, an episode is one list of ids: sampled tokens, given tokens (the results of calls, or an observation),
-sampled tokens, and so on. Nothing is rendered or tokenized again, so the trained tokens are the sampled ones. An episode
-ends after a turn without a call, when the environment is done, or at a limit; then it counts as cut.
+sampled tokens, and so on. Nothing is rendered or tokenized again, so the trained tokens are the sampled ones. An
+episode ends after a turn without a call, when the environment is done, or at a limit; then it counts as cut.
 """
 
 import json
@@ -77,7 +77,8 @@ Work = Callable[[], TurnOutcome]
 class Episodes:
     """The tools and the environment of a run. They are loaded when something asks for them, which a plan never does.
 
-    Loading raises ValueError if a tool or the environment cannot be loaded, or the chat template cannot write their turns.
+    Loading raises ValueError if a tool or the environment cannot be loaded, or the chat template cannot write their
+    turns.
     """
 
     def __init__(self, cfg: OnlineConfig, tokenizer: Tokenizer, rank: int = 0) -> None:
@@ -153,15 +154,15 @@ class Player:
             episode.asked, _ = self._shared.tokenizer.render(chat, schemas, True, "all", variables)
         if len(episode.asked) > cfg.data.max_prompt_length:
             raise TrainingFailed(
-                f"{prompt.place}: with the observation of environment={environment.name}, the prompt has {len(episode.asked)} "
-                f"tokens, more than data.max_prompt_length={cfg.data.max_prompt_length}. Raise it, or return a shorter "
-                "observation."
+                f"{prompt.place}: with the observation of environment={environment.name}, the prompt has "
+                f"{len(episode.asked)} tokens, more than data.max_prompt_length={cfg.data.max_prompt_length}. Raise "
+                "it, or return a shorter observation."
             )
         return Document.of(episode.asked)
 
     def play(self) -> Generator[Work | None, Completion | TurnOutcome, None]:
-        """The course of the episode. It yields None and is sent the completion when a turn has ended; then it yields the work on what
-        follows the turn and is sent its TurnOutcome. It returns after a turn that nothing follows."""
+        """The course of the episode. It yields None and is sent the completion when a turn has ended; then it yields
+        the work on what follows the turn and is sent its TurnOutcome. It returns after a turn that nothing follows."""
         episode, discount = self.episode, self._shared.cfg.generation.turn_discount
         outcome, start, num_rewards = TurnOutcome([]), 0, 0
         while outcome.given is not None:
@@ -308,7 +309,8 @@ class Round:
         with slow_calls_reported("a tool or the environment") if wait else nullcontext():
             while True:
                 try:
-                    # Rows that continue together are computed together, so a first result waits a moment for the others.
+                    # Rows that continue together are computed together, so a first result waits a moment for the
+                    # others.
                     place, outcome = self._outcomes.get(wait, timeout=0.01 if replies else 0.1)
                 except queue.Empty:
                     if replies or not wait:
@@ -329,7 +331,8 @@ class Round:
         return episodes
 
     def _continue(self, place: int, sent: Completion | TurnOutcome) -> Work | None:
-        """Continue an episode with a turn, or with what follows it. Return the work that it waits for, if there is any."""
+        """Continue an episode with a turn, or with what follows it. Return the work that it waits for, if there is
+        any."""
         try:
             return self._plays[place].send(sent)
         except StopIteration:

@@ -43,8 +43,8 @@ class OnPolicy:
             return list(micro_batches)
         if min(map(len, prompts)) < 2:  # a bos token alone is not a prompt
             raise ValueError(
-                "a document is trained from its start, so the student has no prompt to answer. Set distill.on_policy=0 for "
-                "plain text and for data.train_on=all."
+                "a document is trained from its start, so the student has no prompt to answer. Set "
+                "distill.on_policy=0 for plain text and for data.train_on=all."
             )
         room = [max(0, self._data.max_length - len(prompt)) for prompt in prompts]
         sampling = Sampling(

@@ -20,9 +20,10 @@ PRIVATE = 0o600  # results may hold secrets, which are not redacted here
 class RecordedResults:
     """The results of finished calls, in the run's folder: a run that was killed does not request them again.
 
-    Of an environment with `state_dict`, they are its resets and turns, with the state after each. A key depends on everything that
-    leads to a call: the tools' files, the seed, the prompt, the sample number, and all ids. Lines of rounds that are in a checkpoint
-    are removed.
+    Of an environment with `state_dict`, they are its resets and turns, with the state after each. A key depends on
+    everything that
+    leads to a call: the tools' files, the seed, the prompt, the sample number, and all ids. Lines of rounds that are in
+    a checkpoint are removed.
     """
 
     def __init__(self, folder: Path, rank: int, files: Sequence[str]) -> None:

@@ -6,8 +6,8 @@ gets further arguments by name: columns of the rows (`answer`), `prompt_ids`, `c
 completion was not cut), `trainer_state`, `log_metric` and `log_extra`. It may be `async`; async functions run
 concurrently. A completion's reward is the weighted sum of all functions, or None if no function judges it.
 
-With tools or an environment, the messages of a completion are those of all its turns, with `tool_calls` and results, and
-there are the arguments `environments` (in one process) and `environment_reward`.
+With tools or an environment, the messages of a completion are those of all its turns, with `tool_calls` and results,
+and there are the arguments `environments` (in one process) and `environment_reward`.
 
     def right(prompts, completions, answer):
         return [float(said.strip() == expected) for said, expected in zip(completions, answer)]
@@ -148,8 +148,8 @@ class Rewards:
                 self._functions.append(JudgingModel(one.name, device, tokenizer) if own else _load(one))
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scores:
-        """prompts, completions: N of each. Raises TrainingFailed, with the row's place, if a function raises or exits, or
-        returns anything but a finite number or None for each completion."""
+        """prompts, completions: N of each. Raises TrainingFailed, with the row's place, if a function raises or exits,
+        or returns anything but a finite number or None for each completion."""
         return self._ranks.on_rank_zero(lambda: self._judged(prompts, completions))
 
     def _judged(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Scores:
@@ -190,7 +190,8 @@ class Rewards:
         for column, values in extras.items():
             if len(values) != len(prompts):
                 raise TrainingFailed(
-                    f"log_extra({column!r}, ...) got {len(values)} values for {len(prompts)} answers; expected one for each."
+                    f"log_extra({column!r}, ...) got {len(values)} values for {len(prompts)} answers; expected one for "
+                    "each."
                 )
         each = [list(row) for row in zip(*columns, strict=True)]
         weights = [one.weight for one in self._settings]
@@ -230,13 +231,14 @@ class Rewards:
         for name, call, value in zip(names, calls, found, strict=True):
             if isinstance(value, Failed):
                 raise TrainingFailed(
-                    f"the reward {name} failed at {self._failing(name, call, prompts)}: {value}\nThe run keeps its last "
-                    "completed step. Fix the function and repeat the command."
+                    f"the reward {name} failed at {self._failing(name, call, prompts)}: {value}\nThe run keeps its "
+                    "last completed step. Fix the function and repeat the command."
                 ) from value.error
         return [_checked(name, values, prompts) for name, values in zip(names, found, strict=True)]
 
     def _settled(self, names: Sequence[str], found: Sequence[Any], seed: int) -> list[Any]:
-        """Wait for results that are awaitable. The event loop runs in another thread, where torch's modes must be set again."""
+        """Wait for results that are awaitable. The event loop runs in another thread, where torch's modes must be set
+        again."""
         waiting = [name for name, value in zip(names, found, strict=True) if inspect.isawaitable(value)]
         computes_gradients = torch.is_grad_enabled()
 
@@ -288,8 +290,8 @@ def _taken(name: str, function: Function, given: dict[str, Any]) -> dict[str, An
         columns = [column for column in given if column not in GIVEN]
         raise ValueError(
             f"the reward {name} has the parameter {', '.join(missing)}, but the rows have no such column. Columns: "
-            f"{', '.join(columns) or 'none'}; other arguments: {', '.join(GIVEN)} (trainer_state and log_metric if the recipe "
-            f"sets score.run = run).{did_you_mean(missing[0], [*given])}"
+            f"{', '.join(columns) or 'none'}; other arguments: {', '.join(GIVEN)} (trainer_state and log_metric if the "
+            f"recipe sets score.run = run).{did_you_mean(missing[0], [*given])}"
         )
     return taken
 
@@ -300,7 +302,8 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
     if not isinstance(values, list) or len(values) != len(prompts):
         came = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
         raise TrainingFailed(
-            f"the reward {name} returned {came} for {len(prompts)} answers; expected a list with a number or None for each."
+            f"the reward {name} returned {came} for {len(prompts)} answers; expected a list with a number or None for "
+            "each."
         )
     numbers: list[float | None] = []
     for value, prompt in zip(values, prompts, strict=True):
@@ -308,7 +311,8 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
             numbers.append(finite_number(value))
         except ValueError:
             raise TrainingFailed(
-                f"the reward {name} returned {valid_text(str(value))[:80]} at {prompt.place}; expected a finite number, or None for no reward."
+                f"the reward {name} returned {valid_text(str(value))[:80]} at {prompt.place}; expected a finite "
+                "number, or None for no reward."
             ) from None
     return numbers
 
@@ -318,18 +322,20 @@ def _load(reward: Reward, load: Callable[[str], Any] = load_function) -> Functio
     if ":" not in reward.function:
         if reward.function not in BUILT_IN:
             raise ValueError(
-                f"unknown reward '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} Expected {', '.join(BUILT_IN)}, "
-                "your own function (my_rewards.py:name), or the folder of a reward model."
+                f"unknown reward '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} Expected "
+                f"{', '.join(BUILT_IN)}, your own function (my_rewards.py:name), or the folder of a reward model."
             )
         built_in, pattern = BUILT_IN[reward.function], reward.pattern
         if reward.function == "format" and pattern is None:
             raise ValueError(
-                "the reward `format` needs `pattern`, a regular expression. Set it: rewards=[{function: format, pattern: ...}]."
+                "the reward `format` needs `pattern`, a regular expression. Set it: rewards=[{function: format, "
+                "pattern: ...}]."
             )
         return partial(built_in, pattern)
     if reward.pattern is not None:
         raise ValueError(
-            f"rewards: only {' and '.join(BUILT_IN)} use `pattern`, and {reward.function} is your own function. Remove `pattern`."
+            f"rewards: only {' and '.join(BUILT_IN)} use `pattern`, and {reward.function} is your own function. Remove "
+            "`pattern`."
         )
     try:
         return load(reward.function)

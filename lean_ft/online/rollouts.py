@@ -60,8 +60,8 @@ class Rounds(Generic[BatchT]):
     ) -> None:
         if cfg.data.shared_prompt is True and not share_prompts:
             raise ValueError(
-                "data.shared_prompt=true, but this recipe repeats the prompt for each completion. Remove the setting, or in "
-                "the recipe pass share_prompts=shares_prompts(cfg) to the rollouts."
+                "data.shared_prompt=true, but this recipe repeats the prompt for each completion. Remove the setting, "
+                "or in the recipe pass share_prompts=shares_prompts(cfg) to the rollouts."
             )
         generation, per_step = cfg.generation, cfg.batch_size * cfg.gradient_accumulation_steps
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
@@ -73,10 +73,11 @@ class Rounds(Generic[BatchT]):
             whole = cfg.batches_of_a_round
             number = math.ceil(cfg.gradient_accumulation_steps / whole) * whole
             raise ValueError(
-                f"a round has batch_size={cfg.batch_size} x gradient_accumulation_steps={cfg.gradient_accumulation_steps} x "
-                f"generation.steps_per_round={generation.steps_per_round} = {self.num_completions} completions, which is not a "
-                f"multiple of generation.num_answers={generation.num_answers}. Set gradient_accumulation_steps={number}, or change "
-                "batch_size."
+                f"a round has batch_size={cfg.batch_size} x "
+                f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} x "
+                f"generation.steps_per_round={generation.steps_per_round} = {self.num_completions} completions, which "
+                f"is not a multiple of generation.num_answers={generation.num_answers}. Set "
+                f"gradient_accumulation_steps={number}, or change batch_size."
             )
         self.num_prompts = self.num_completions // generation.num_answers
         self._steps = generation.steps_per_round * generation.passes
@@ -111,8 +112,8 @@ class Rounds(Generic[BatchT]):
     def sample(self, answer: Callable[[list[Prompt], int], list[Completion]], score: Rewards) -> None:
         """Fill the next round. `answer`: a `Sampler`, or, without `generation.ahead`, a function of prompts and a seed.
 
-        All sampled tokens of a completion are trained, except those around images, or none: without a reward, or if cut with
-        `loss.mask_truncated`.
+        All sampled tokens of a completion are trained, except those around images, or none: without a reward, or if cut
+        with `loss.mask_truncated`.
         """
         self._observer.sample(self, self._cfg, answer, partial(self._fill, answer, score))
 
@@ -242,8 +243,9 @@ class Rounds(Generic[BatchT]):
         for name, here in self._sizes().items():
             if state.get(name) != here:
                 raise ValueError(
-                    f"cannot resume: {name.replace('_', ' ')} was {state.get(name)} and is now {here}, so the run's position in "
-                    "the prompts is unknown. Restore the old value, or start a new run from the checkpoint's weights."
+                    f"cannot resume: {name.replace('_', ' ')} was {state.get(name)} and is now {here}, so the run's "
+                    "position in the prompts is unknown. Restore the old value, or start a new run from the "
+                    "checkpoint's weights."
                 )
         self._place, self._round = state["place"], state["round"]
         self._step = self._steps if state["step"] is None else state["step"]

@@ -36,7 +36,8 @@ class Sampler:
         ranks: Ranks = ALONE,
         episodes: Episodes | None = None,
     ) -> None:
-        """optimizer: whose state makes room, with `generation.offload_training_state`. episodes: needed with tools or an environment."""
+        """optimizer: whose state makes room, with `generation.offload_training_state`. episodes: needed with tools or
+        an environment."""
         self._generation, self._seed, self._model, self._tokenizer = cfg.generation, cfg.seed, model, tokenizer
         self._ranks = ranks
         self._stop_ids = stop_ids(model, tokenizer)
@@ -51,15 +52,15 @@ class Sampler:
             raise ValueError(f"generation.{setting} needs a single process, but there are several. Remove the setting.")
         if cfg.generation.router_replay and model.mixture is None:
             raise ValueError(
-                "generation.router_replay=true repeats the choices of a mixture's routers, and this model has no experts. "
-                "Remove generation.router_replay."
+                "generation.router_replay=true repeats the choices of a mixture's routers, and this model has no "
+                "experts. Remove generation.router_replay."
             )
         self._server_folder = cfg.output_dir / "engine"
         self._max_given_tokens = cfg.completion_tokens - cfg.generation.max_new_tokens
         if cfg.has_turns and episodes is None:
             raise ValueError(
-                "this recipe samples no turns with tools or an environment: it passes no Episodes to the Sampler. Copy the recipe again "
-                "with `leanft cp`, or remove tools and environment."
+                "this recipe samples no turns with tools or an environment: it passes no Episodes to the Sampler. "
+                "Copy the recipe again with `leanft cp`, or remove tools and environment."
             )
         self._episodes = episodes if cfg.has_turns else None
         self._under_way: Future[list[Completion]] | None = None  # a round that is sampled ahead
@@ -144,7 +145,8 @@ class Sampler:
         return [one for completions in self._ranks.on_every_rank(complete)[::alike] for one in completions]
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
-        """Return the mean reward (if any has one) and length of completions of held-out prompts, sampled at `generation.eval_temperature` with a fixed seed."""
+        """Return the mean reward (if any has one) and length of completions of held-out prompts, sampled at
+        `generation.eval_temperature` with a fixed seed."""
         self._begin()
         completions = self._completions(held_out, self._seed, self._generation.eval_temperature, self._episodes)
         totals = [total for total in rewards(held_out, completions).totals if total is not None]

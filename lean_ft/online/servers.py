@@ -1,10 +1,10 @@
 """Sampling by a vLLM or SGLang server, in its own processes and on its own devices, with the weights of the policy.
 
-Before a round, the weights are written to a folder that both processes see, one layer at a time with the adapter merged,
-and the server loads them. This needs neither the server's package nor NCCL in this process. Each turn of a completion is
-one request, so a completion that waits for a reply delays no other; the next turn's prompt is all ids so far, and the
-server finds most of them in its prefix cache. The server returns token ids with their log-probabilities. These differ
-from the trainer's at least by rounding; `loss.correction` weighs tokens by the ratio.
+Before a round, the weights are written to a folder that both processes see, one layer at a time with the adapter
+merged, and the server loads them. This needs neither the server's package nor NCCL in this process. Each turn of a
+completion is one request, so a completion that waits for a reply delays no other; the next turn's prompt is all ids so
+far, and the server finds most of them in its prefix cache. The server returns token ids with their log-probabilities.
+These differ from the trainer's at least by rounding; `loss.correction` weighs tokens by the ratio.
 
 Source: vLLM, the routes in entrypoints/rl/online and entrypoints/serve/dev/rpc; SGLang, entrypoints/http_server.py.
 """
@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 
 class Server:
-    """`give_weights(model)` sends the current weights, and `sample` samples with them. A subclass speaks one protocol."""
+    """`give_weights(model)` sends the current weights, and `sample` samples with them. A subclass speaks one
+    protocol."""
 
     setting = ""
     command = ""  # that starts it
@@ -57,7 +58,8 @@ class Server:
             self._ask(self.version_route)
         except TrainingFailed as error:
             raise ValueError(
-                f"generation.engine={self.setting}: {error} Start it with `{self.command}`, and set generation.engine_url."
+                f"generation.engine={self.setting}: {error} Start it with `{self.command}`, and set "
+                "generation.engine_url."
             ) from None
 
     def give_weights(self, model: Decoder) -> None:
@@ -83,7 +85,8 @@ class Server:
         replies: Replies | None = None,
         max_given_tokens: int = 0,
     ) -> list[Completion]:
-        """Return a completion of each prompt, as `lean_ft.generation.sample` does. Raises TrainingFailed if the server fails."""
+        """Return a completion of each prompt, as `lean_ft.generation.sample` does. Raises TrainingFailed if the server
+        fails."""
         rows, left = running_rows(prompts, how, numbers), dict[int, RunningRow]()
         if replies is not None and self._context is not None:
             for row in rows:
@@ -111,8 +114,8 @@ class Server:
             ids, log_probs, reason = self._turn(row.text.ids.tolist(), now)
         if not ids or len(ids) != len(log_probs) or reason not in ("stop", "length"):
             raise TrainingFailed(
-                f"{self._url} returned {len(ids)} tokens with {len(log_probs)} log-probabilities, ended by {reason}; expected an end "
-                f"by stop or length. Start the server with `{self.command}`."
+                f"{self._url} returned {len(ids)} tokens with {len(log_probs)} log-probabilities, ended by {reason}; "
+                f"expected an end by stop or length. Start the server with `{self.command}`."
             )
         completion.ended = reason == "stop"
         completion.sampled += [True] * len(ids) if completion.sampled else []
@@ -125,7 +128,8 @@ class Server:
         here = self._ask(self.version_route)["weight_version"]
         if here != self._weight_version:
             raise TrainingFailed(
-                f"{self._url} has weights of version {here}; expected {self._weight_version}. It was restarted, or another run uses it."
+                f"{self._url} has weights of version {here}; expected {self._weight_version}. It was restarted, or "
+                "another run uses it."
             )
 
     def _ask(self, route: str, content: dict[str, Any] | None = None) -> Any:

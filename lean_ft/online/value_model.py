@@ -48,8 +48,8 @@ class ValueModel(nn.Module):
         else:
             if model.config.head_bias:
                 raise ValueError(
-                    "lora: the value model would be an output layer on the policy, which is not supported for models whose output "
-                    "layer has a bias. Set lora=null."
+                    "lora: the value model would be an output layer on the policy, which is not supported for models "
+                    "whose output layer has a bias. Set lora=null."
                 )
             self.score = sharded_linear(model.config.hidden_size, 1, ranks)
             self.score.to_empty(device=device)

@@ -51,8 +51,8 @@ def _own_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
         raise
     if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
         raise ValueError(
-            f"schedule.name={schedule.name} returned {factor!r} at step {step} of {total_steps}. Return a finite number >= 0, "
-            "which multiplies optimizer.lr."
+            f"schedule.name={schedule.name} returned {factor!r} at step {step} of {total_steps}. Return a finite "
+            "number >= 0, which multiplies optimizer.lr."
         )
     return float(factor)
 

@@ -3,8 +3,8 @@
 By default the moments have the weight's dtype, as in torch.optim.AdamW, and torch's fused kernel updates them: 4 bytes
 per parameter for bfloat16 weights, 8 for float32. The kernel computes in float32. A bfloat16 second moment rounded to
 nearest hardly decays (0.1% per step is less than half a unit in its last place), so a burst of large gradients slows
-its weights for a long time. `stochastic_rounding` rounds the moments stochastically too, so they decay correctly. Moments
-in 8 or 4 bits do not have this problem, because their scales are float32.
+its weights for a long time. `stochastic_rounding` rounds the moments stochastically too, so they decay correctly.
+Moments in 8 or 4 bits do not have this problem, because their scales are float32.
 
 Features that the kernel lacks (quantized moments, update clipping, stochastic rounding) share one update that works
 slice by slice: read each `Moment` as float32, compute, write it back.

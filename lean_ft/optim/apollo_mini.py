@@ -2,12 +2,12 @@
 
 A matrix's gradient is multiplied by one random vector along its shorter side. AdamW runs on the resulting vector, and
 the ratio of the norms after and before AdamW scales the whole gradient. The state is two float32 vectors as long as the
-longer side, and one number. The random vector is drawn again from a seed, which changes every 200 steps. The norm of the
-scaled gradient may grow by at most 1% per step.
+longer side, and one number. The random vector is drawn again from a seed, which changes every 200 steps. The norm of
+the scaled gradient may grow by at most 1% per step.
 
 The numbers equal the authors' code (apollo-torch 1.0.3): the ratio and the growth limit use moments without bias
-correction, which is applied to the step size instead. One difference: after a gradient of zero, their code lets the next
-one grow only from nearly zero; here it is not limited.
+correction, which is applied to the step size instead. One difference: after a gradient of zero, their code lets the
+next one grow only from nearly zero; here it is not limited.
 
 Embeddings, the output layer and vectors use AdamW's two moments, as in the paper. In a small model they are most of the
 state. S, L: the shorter and the longer side.

@@ -29,7 +29,10 @@ from lean_ft.system.world import device_type
 # Smaller tensors and all vectors (norms, biases) keep float32 moments: quantizing them saves little. Over many ranks,
 # a vector's shards would also be smaller than a block that shares a scale.
 MIN_CODED_ELEMENTS = 4096
-PAGED_WITHOUT_CUDA = "optimizer.name=paged_adamw_8bit: paging needs CUDA; on this device the state is in ordinary memory, as with adamw_8bit."
+PAGED_WITHOUT_CUDA = (
+    "optimizer.name=paged_adamw_8bit: paging needs CUDA; on this device the state is in ordinary memory, as with "
+    "adamw_8bit."
+)
 
 
 def build_optimizer(
@@ -41,9 +44,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of a recipe's settings over the parameters of `model` that require gradients.
 
-    `lr_ratios` are factors of the learning rate by patterns of names, besides those of `optimizer.lr_ratios`. A parameter
-    that several patterns match gets the product. Raises ValueError for settings that contradict each other, the model, or
-    its sharding over `ranks`.
+    `lr_ratios` are factors of the learning rate by patterns of names, besides those of `optimizer.lr_ratios`. A
+    parameter that several patterns match gets the product. Raises ValueError for settings that contradict each other,
+    the model, or its sharding over `ranks`.
     """
     cfg = recipe_cfg.optimizer
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -109,8 +112,8 @@ def _refuse_what_cannot_be_cut(
         own = rule if isinstance(rule, Rule) else rule(param)
         if own.needs_whole_matrices:
             raise ValueError(
-                f"optimizer.name={cfg.name} works on whole matrices, but parallel.shard={ranks.num_shards} shards them by "
-                f"rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw."
+                f"optimizer.name={cfg.name} works on whole matrices, but parallel.shard={ranks.num_shards} shards them "
+                f"by rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw."
             )
         columns = part_of(param).run
         if columns is not None and (cfg.name == "adafactor" or columns % own.block):
@@ -126,8 +129,8 @@ def _refuse_what_cannot_be_cut(
         if within := [end for end in ends if end * math.prod(param.shape[1:]) % own.block]:
             raise ValueError(
                 f"optimizer.name={cfg.name} keeps one scale per {own.block} neighboring elements, but {name} of shape "
-                f"{list(whole_shape(param))} is split within such a block, every {within[0]} rows. Set another parallel.shard, "
-                "or optimizer.name=adamw."
+                f"{list(whole_shape(param))} is split within such a block, every {within[0]} rows. Set another "
+                "parallel.shard, or optimizer.name=adamw."
             )
 
 
@@ -177,8 +180,9 @@ def _rules(
 def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
     """Whether a parameter is a layer's matrix or stack of matrices.
 
-    Embeddings and the output layer do not count: their rows are tokens, whose gradients differ greatly in size. Stacks of
-    biases and norms of heads do not count either, nor does the patch projection of a vision tower, which is stored as a convolution.
+    Embeddings and the output layer do not count: their rows are tokens, whose gradients differ greatly in size. Stacks
+    of biases and norms of heads do not count either, nor does the patch projection of a vision tower, which is stored
+    as a convolution.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = {param for module in embeddings for param in module.parameters()}
@@ -193,11 +197,11 @@ def _refuse_without_kernel(cfg: OptimizerConfig, *, on_gpu: bool) -> None:
     lacking = [name for name in ("update_clipping", "stochastic_rounding") if getattr(cfg, name)]
     if lacking and (cfg.name == "paged_adamw_8bit" or cfg.state == "paged"):
         raise ValueError(
-            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, and only that kernel can use paged state. Set "
-            f"optimizer.{lacking[0]}=false, or optimizer.name=adamw_8bit and optimizer.state=device."
+            f"optimizer.{lacking[0]}=true is not in bitsandbytes' kernel, and only that kernel can use paged state. "
+            f"Set optimizer.{lacking[0]}=false, or optimizer.name=adamw_8bit and optimizer.state=device."
         )
     if not lacking and (reason := bitsandbytes_problem(on_gpu=on_gpu)) is not None:
         raise ValueError(
-            f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, and {reason}. Run `pip install bitsandbytes`, or set "
-            "optimizer.name=adamw_8bit_torchao."
+            f"optimizer.name={cfg.name} on a GPU needs bitsandbytes, and {reason}. Run `pip install bitsandbytes`, or "
+            "set optimizer.name=adamw_8bit_torchao."
         )

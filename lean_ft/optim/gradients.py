@@ -58,7 +58,8 @@ def global_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients by one factor in place.
 
-    A factor on a GPU is rounded to the gradients' dtype, as in `torch.nn.utils.clip_grad_norm_`; the host does not wait.
+    A factor on a GPU is rounded to the gradients' dtype, as in `torch.nn.utils.clip_grad_norm_`; the host does not
+    wait.
     """
     # torch's Python function: called directly, the operator of that name would read a tensor factor from the device.
     if not (isinstance(factor, Tensor) and factor.is_cuda):

@@ -13,11 +13,11 @@ Both use the same loop:
     optimizer.step()
     optimizer.zero_grad()
 
-A gradient that is not finite never reaches the weights. If a loss or the global norm is not finite, the step is skipped:
-weights and state do not change. In backward, the loss is checked before the first update, so that step is skipped too.
-But if a finite loss gives a gradient that is not finite, other parameters may already have been updated. That gradient
-then counts as zero, and so do those that are updated with it (`by_layer`): their parameters move by momentum and decay
-alone, and the returned norm is not finite.
+A gradient that is not finite never reaches the weights. If a loss or the global norm is not finite, the step is
+skipped: weights and state do not change. In backward, the loss is checked before the first update, so that step is
+skipped too. But if a finite loss gives a gradient that is not finite, other parameters may already have been updated.
+That gradient then counts as zero, and so do those that are updated with it (`by_layer`): their parameters move by
+momentum and decay alone, and the returned norm is not finite.
 """
 
 import math
@@ -42,8 +42,8 @@ from lean_ft.system.world import world
 class Optimizer:
     """Updates named parameters by a rule; with `in_backward`, from hooks during backward.
 
-    `rule` is one rule for all parameters, or a function from a parameter to its rule. Frozen parameters are left out, and
-    a tied parameter counts once. `lr_ratios` multiplies learning rates, by the names of parameters.
+    `rule` is one rule for all parameters, or a function from a parameter to its rule. Frozen parameters are left out,
+    and a tied parameter counts once. `lr_ratios` multiplies learning rates, by the names of parameters.
     With `streamed`, the state is in host memory.
 
     A compiled layer delivers all its gradients at once. `by_layer` then updates its parameters together in backward,
@@ -120,9 +120,9 @@ class Optimizer:
     def scale(self, loss: Tensor, *, last: bool) -> Tensor:
         """Return the loss to call backward on: multiplied for float16, else unchanged.
 
-        `last` marks the backward that completes the step's gradients; stepping in backward, this one updates. A step with
-        a loss that is not finite is skipped. The host waits for the losses here if the backward updates, otherwise in
-        `finish_gradients`.
+        `last` marks the backward that completes the step's gradients; stepping in backward, this one updates. A step
+        with a loss that is not finite is skipped. The host waits for the losses here if the backward updates, otherwise
+        in `finish_gradients`.
         """
         self._losses.append(loss.detach())
         self._updates_now = last and self.in_backward
@@ -136,8 +136,8 @@ class Optimizer:
     def finish_gradients(self, max_norm: float | None = None) -> Tensor:
         """Unscale the gradients, clip their global norm to `max_norm`, and return the norm before clipping.
 
-        The norm is a float32 scalar on the device. The host waits for it, to skip the step if it is not finite. Stepping in
-        backward, the norm comes from the hooks; it is NaN if the step is skipped.
+        The norm is a float32 scalar on the device. The host waits for it, to skip the step if it is not finite.
+        Stepping in backward, the norm comes from the hooks; it is NaN if the step is skipped.
         """
         if self.in_backward:
             assert max_norm is None, "clipping needs every gradient before any update"
@@ -231,7 +231,8 @@ class Optimizer:
         if unknown or missing:
             problem = f"{sorted(unknown)[:3]} are not trained here" if unknown else f"it lacks {sorted(missing)}"
             raise ValueError(
-                f"The saved optimizer state does not belong to this model: {problem}. Resume with that run's model and settings."
+                f"The saved optimizer state does not belong to this model: {problem}. Resume with that run's model and "
+                "settings."
             )
         if self.streamed is not None:
             self.streamed.forget()

@@ -78,8 +78,9 @@ class Rule:
         """Copy saved tensors into the state in place, so that resuming takes no additional memory."""
         if tensors.keys() != state.tensors.keys():
             raise ValueError(
-                f"The optimizer keeps {sorted(state.tensors)} for {state.name}, but the saved state has {sorted(tensors)}: "
-                "it was saved by another optimizer. Set optimizer.name and its settings as in that run."
+                f"The optimizer keeps {sorted(state.tensors)} for {state.name}, but the saved state has "
+                f"{sorted(tensors)}: it was saved by another optimizer. Set optimizer.name and its settings as in that "
+                "run."
             )
         for key, own in state.tensors.items():
             saved = tensors[key]

@@ -31,8 +31,8 @@ class Sliced:
     The first dimension is sliced, in whole `block`s. A tensor with fewer entries than the first one has one entry for
     several elements, such as a scale per block. An incomplete last block is padded with zeros, in copies.
 
-    With `compile`, the function is compiled once for slices of all lengths. The scalars among `others` are passed as 0-d
-    tensors, so that a new learning rate or step number does not recompile it.
+    With `compile`, the function is compiled once for slices of all lengths. The scalars among `others` are passed as
+    0-d tensors, so that a new learning rate or step number does not recompile it.
     """
 
     def __init__(self, function: Callable, *, compile: bool, block: int = 1) -> None:
@@ -75,9 +75,9 @@ class Sliced:
     def _shaped(self, part: Tensor, span: int, device_type: str) -> Tensor:
         """The part in the shape for the compiled function, where only the number of rows varies.
 
-        On a GPU, rows are blocks: everything then has one shape, and Inductor makes one kernel without intermediates. For
-        flat parts it makes several kernels and float32 copies of the slice. On a CPU, Inductor would not vectorize the
-        single loop, and the copies stay in the cache.
+        On a GPU, rows are blocks: everything then has one shape, and Inductor makes one kernel without intermediates.
+        For flat parts it makes several kernels and float32 copies of the slice. On a CPU, Inductor would not vectorize
+        the single loop, and the copies stay in the cache.
         """
         part = part.data
         if device_type != "cpu" and span < self._block:
@@ -128,7 +128,8 @@ class RoundingNoise:
 
 
 def store(target: Tensor, value: Tensor, noise: Tensor | None) -> None:
-    """Write float32 `value` into `target`, rounded to nearest, or stochastically if `noise` is given and it is bfloat16."""
+    """Write float32 `value` into `target`, rounded to nearest, or stochastically if `noise` is given and it is
+    bfloat16."""
     if noise is None or target.dtype != torch.bfloat16:
         target.copy_(value)
         return

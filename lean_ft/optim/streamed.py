@@ -68,7 +68,8 @@ class StreamedState:
                 away[name] = self._link.send(tensors[name], part.tensors[name])
 
     def _parts(self, state: ParameterState, names: list[str]) -> list[ParameterState]:
-        """Views of the parameter's rows with their state; one part if the state is small or the rule needs all of it."""
+        """Views of the parameter's rows with their state; one part if the state is small or the rule needs all of
+        it."""
         param, together = state.param, state.rule.updated_together
         state_bytes = sum(state.tensors[name].nbytes for name in names)
         if together is None or state_bytes < 2 * self._part_bytes or param.ndim == 0:

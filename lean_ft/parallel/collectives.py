@@ -1,7 +1,7 @@
 """Differentiable collectives on plain tensors; the backward of each is another collective.
 
-They wrap PyTorch's operators, which the compiler supports, and wait for the result. A group is passed by name, which is a
-constant to the compiler.
+They wrap PyTorch's operators, which the compiler supports, and wait for the result. A group is passed by name, which is
+a constant to the compiler.
 
 Shapes: B batch, T tokens of a row, n ranks of the group, D any further dimensions.
 """

@@ -1,9 +1,9 @@
 """Context parallelism: a row's tokens are split over ranks; attention sees whole rows for some of the heads.
 
-Each rank computes per-token operations for its own tokens. Before attention, ranks exchange heads for tokens, so that each
-rank has all tokens of its heads; afterwards they exchange back. Attention with its documents, windows, caps and sinks thus
-runs on whole rows, as on one device, and no rank waits for another's block of keys. If there are fewer key-value heads
-than ranks, each one is sent to all ranks whose queries use it.
+Each rank computes per-token operations for its own tokens. Before attention, ranks exchange heads for tokens, so that
+each rank has all tokens of its heads; afterwards they exchange back. Attention with its documents, windows, caps and
+sinks thus runs on whole rows, as on one device, and no rank waits for another's block of keys. If there are fewer
+key-value heads than ranks, each one is sent to all ranks whose queries use it.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509. Left out: ring attention, which would
 allow more ranks than query heads.
@@ -101,9 +101,9 @@ def check_heads(model: Decoder, num_context: int, num_tensor: int) -> None:
     if num_heads % num_context or any(n % num_context and num_context % n for n in kv_heads):
         after = f" (before parallel.tensor={num_tensor} divides them)" if num_tensor > 1 else ""
         raise ValueError(
-            f"parallel.context={num_context} splits attention heads evenly, and the model has {config.num_heads} query and "
-            f"{' and '.join(map(str, config.kv_head_counts))} key-value heads{after}. Set a parallel.context that divides "
-            "the query heads, and that divides or is a multiple of the key-value heads."
+            f"parallel.context={num_context} splits attention heads evenly, and the model has {config.num_heads} query "
+            f"and {' and '.join(map(str, config.kv_head_counts))} key-value heads{after}. Set a parallel.context that "
+            "divides the query heads, and that divides or is a multiple of the key-value heads."
         )
 
 

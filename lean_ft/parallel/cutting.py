@@ -1,9 +1,9 @@
 """Split the computation of layers over ranks: by tokens of a row, by heads and features, and by experts.
 
 The three can be combined. Neighboring ranks share a micro-batch, whose tokens are split over `parallel.context` x
-`parallel.tensor` ranks. Each rank computes gradients from its own tokens, and FSDP sums them as for ranks with different
-data. Unsupported combinations raise an error: from the settings before anything is loaded, from the model's shapes before
-it takes memory.
+`parallel.tensor` ranks. Each rank computes gradients from its own tokens, and FSDP sums them as for ranks with
+different data. Unsupported combinations raise an error: from the settings before anything is loaded, from the model's
+shapes before it takes memory.
 """
 
 from typing import Any
@@ -37,8 +37,9 @@ def cut(model: Decoder, cfg: ParallelConfig, ranks: Ranks) -> None:
     if (cfg.tensor > 1 or cfg.experts > 1) and (quantized := quantized_weights(model)):
         form = next(iter(quantized.values())).form.kind
         raise ValueError(
-            "parallel.tensor and parallel.experts divide matrices and stacks of experts, and quantized weights are not divided; "
-            f"this model has weights in {form}. Set lora.quantize=none, or parallel.tensor=1 and parallel.experts=1."
+            "parallel.tensor and parallel.experts divide matrices and stacks of experts, and quantized weights are "
+            f"not divided; this model has weights in {form}. Set lora.quantize=none, or parallel.tensor=1 and "
+            "parallel.experts=1."
         )
     ranks.layers_are_cut.add(model)
     if cfg.tensor > 1:
@@ -121,7 +122,8 @@ def _refuse_rows(cfg: RecipeConfig, parallel: ParallelConfig) -> None:
         fix = f"a data.max_length that {num_sharing} divides" + ("" if is_fixed else ", with data.packing=bfd")
     if widths:
         raise ValueError(
-            f"{setting} splits each row evenly over {num_sharing} processes, but rows of {widths} do not divide evenly. Set {fix}."
+            f"{setting} splits each row evenly over {num_sharing} processes, but rows of {widths} do not divide "
+            f"evenly. Set {fix}."
         )
 
 

@@ -1,9 +1,9 @@
 """Expert parallelism: each rank has some experts of every mixture, and tokens are sent to their experts.
 
-A rank sends each token to the ranks that have its experts. These compute it with the single-device layer (`Experts`, with
-fewer experts) and send the results back, where they are weighted and summed. Experts are never gathered. The ranks that
-exchange tokens also share the model and have different tokens, so an expert's gradient covers all tokens that it received.
-Over further ranks, its rows are sharded and its gradients are summed as usual.
+A rank sends each token to the ranks that have its experts. These compute it with the single-device layer (`Experts`,
+with fewer experts) and send the results back, where they are weighted and summed. Experts are never gathered. The ranks
+that exchange tokens also share the model and have different tokens, so an expert's gradient covers all tokens that it
+received. Over further ranks, its rows are sharded and its gradients are summed as usual.
 
 The number of tokens to send is known only after routing, so the host waits once per layer and the layer cannot be
 compiled. Left out: dropping tokens to equalize the numbers, which would change the model.

@@ -13,11 +13,13 @@ from lean_ft.system.shards import Ranks
 
 @contextmanager
 def generating(model: Decoder, ranks: Ranks, gather: Literal["layer", "whole"]) -> Iterator[None]:
-    """Context manager in which each rank may call the model with a cache as often as it needs; all ranks enter and leave.
+    """Context manager in which each rank may call the model with a cache as often as it needs; all ranks enter and
+    leave.
 
-    `whole` gathers all weights at the start and frees them at the end. `layer` gathers each layer while it computes, which
-    needs all ranks: a rank that has finished joins the others' passes with a single token. Expert parallelism does the same
-    with either choice, because tokens of all ranks pass through the experts.
+    `whole` gathers all weights at the start and frees them at the end. `layer` gathers each layer while it computes,
+    which
+    needs all ranks: a rank that has finished joins the others' passes with a single token. Expert parallelism does the
+    same with either choice, because tokens of all ranks pass through the experts.
     """
     if not isinstance(ranks, ManyRanks) or model not in ranks.cut_models:
         yield
@@ -47,7 +49,8 @@ def _in_step(model: Decoder, ranks: ManyRanks) -> Iterator[None]:
 
 @contextmanager
 def _whole(model: Decoder, ranks: ManyRanks, gathers_all: bool) -> Iterator[None]:
-    """Context manager in which all weights are gathered, or those of a sharded vision tower alone, which few passes compute."""
+    """Context manager in which all weights are gathered, or those of a sharded vision tower alone, which few passes
+    compute."""
     tower = model.vision if model.vision is not None and model.vision.is_sharded else None
     part = model if gathers_all else tower
     if part is None:

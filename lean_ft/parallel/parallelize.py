@@ -4,9 +4,10 @@ A layer is gathered before its forward and before its backward pass, and its gra
 they are complete. Gradients are summed, not averaged, because the loss is divided by the step's number of targets. The
 optimizer thus gets rows of summed gradients, also in backward, and the rest of the step is as on one device.
 
-The loss uses the output layer outside of any forward pass. So the output layer forms an FSDP unit with the last norm (and
-the embedding, if tied), which stays gathered from that norm's forward to its backward; its gradient, the largest one, is
-reduced first. Alternatively, embedding and output layer stay sharded and are not units (`lean_ft.parallel.vocabulary`).
+The loss uses the output layer outside of any forward pass. So the output layer forms an FSDP unit with the last norm
+(and the embedding, if tied), which stays gathered from that norm's forward to its backward; its gradient, the largest
+one, is reduced first. Alternatively, embedding and output layer stay sharded and are not units
+(`lean_ft.parallel.vocabulary`).
 
 Source: PyTorch's `fully_shard` (Zhao et al. 2023, arXiv:2304.11277). Left out: its mixed precision and offload; use
 `model.dtype` and `memory` instead.
@@ -30,8 +31,8 @@ from lean_ft.torch_private import without_modes
 def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: int | None = None) -> None:
     """Shard the model over the ranks and load its weights if it has none; a no-op for a single process.
 
-    Call it after `apply_memory`, which needs whole layers, and before anything that holds or hooks parameters. `tokens` is
-    the maximum of a forward pass; pass it only if the loss is `CrossEntropy`, the only one that supports a sharded
+    Call it after `apply_memory`, which needs whole layers, and before anything that holds or hooks parameters. `tokens`
+    is the maximum of a forward pass; pass it only if the loss is `CrossEntropy`, the only one that supports a sharded
     vocabulary. Raises ValueError for settings that the model does not support.
     """
     if not isinstance(ranks, ManyRanks):
@@ -40,8 +41,8 @@ def parallelize(model: Decoder, cfg: ParallelConfig, ranks: Ranks, *, tokens: in
         for name in (CONTEXT, TENSOR, EXPERTS):
             if getattr(cfg, name) > 1:
                 raise ValueError(
-                    f"parallel.{name}={getattr(cfg, name)} is not supported by this recipe. Set parallel.{name}=1, or, in your "
-                    "own recipe, call lean_ft.parallel.cut before apply_memory."
+                    f"parallel.{name}={getattr(cfg, name)} is not supported by this recipe. Set parallel.{name}=1, or, "
+                    "in your own recipe, call lean_ft.parallel.cut before apply_memory."
                 )
     with without_modes():  # FSDP2 needs real shapes while the planner computes with shapes only
         _shard(model, cfg, ranks, tokens)
@@ -58,7 +59,8 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
 
     if not hasattr(fsdp_common, "ShardPlacementResult") and any(not p.is_floating_point() for p in model.parameters()):
         raise ValueError(
-            f"torch {torch.__version__} cannot shard quantized weights. Upgrade torch, set lora.quantize=none, or use one process."
+            f"torch {torch.__version__} cannot shard quantized weights. Upgrade torch, set lora.quantize=none, or use "
+            "one process."
         )
     trunk = model.model
     how: dict[str, Any] = {"mesh": ranks.mesh_of(None)}
@@ -99,8 +101,8 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
 
 
 def _shard_tower(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, how: dict[str, Any]) -> set[nn.Parameter]:
-    """Shard a vision tower that trains, with a unit per block. Return the parameters of a frozen one, which each rank keeps whole:
-    it computes its own images, and no rank waits for another."""
+    """Shard a vision tower that trains, with a unit per block. Return the parameters of a frozen one, which each rank
+    keeps whole: it computes its own images, and no rank waits for another."""
     from torch.distributed.fsdp import fully_shard
 
     tower = model.vision

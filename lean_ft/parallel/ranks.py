@@ -1,12 +1,12 @@
 """The process group of a run, from the environment that torchrun sets for each process.
 
-A run gives the same result with any number of ranks. Micro-batches are planned for all ranks together, sums are divided by
-the step's number of targets, and all ranks agree on what controls the run (a loss that is not finite, a signal, the time to
-save). Hosts agree through separate gloo groups, so that they do not wait for a GPU, and a saving thread does not interfere
-with the step's collectives.
+A run gives the same result with any number of ranks. Micro-batches are planned for all ranks together, sums are divided
+by the step's number of targets, and all ranks agree on what controls the run (a loss that is not finite, a signal, the
+time to save). Hosts agree through separate gloo groups, so that they do not wait for a GPU, and a saving thread does
+not interfere with the step's collectives.
 
-Left out: ranks that join or leave within a run. If one dies, the run ends; torchrun restarts it, perhaps with another number
-of ranks, and it resumes from its newest checkpoint.
+Left out: ranks that join or leave within a run. If one dies, the run ends; torchrun restarts it, perhaps with another
+number of ranks, and it resumes from its newest checkpoint.
 """
 
 import copy
@@ -80,7 +80,8 @@ def _meet(size: int, device: torch.device, timeout: timedelta, cfg: ParallelConf
     except dist.DistError as error:
         raise ValueError(
             f"rank {rank} did not reach the other ranks at MASTER_ADDR={host}, MASTER_PORT={port} within "
-            f"parallel.timeout_minutes={timeout.total_seconds() / 60:.0f}: {error}. Start all ranks with the same address and port."
+            f"parallel.timeout_minutes={timeout.total_seconds() / 60:.0f}: {error}. Start all ranks with the same "
+            "address and port."
         ) from None
     _refuse_different(by_rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -113,8 +114,8 @@ def check_number(cfg: ParallelConfig, size: int) -> int:
         there = "there is 1 process" if size == 1 else f"there are {size} processes"
         start = f"start {asked} processes (leanft run --nproc-per-node {asked})" if asked > 1 else "remove both"
         raise ValueError(
-            f"{product} needs {'a multiple of ' if cfg.shard is None else ''}{asked} processes, and {there}. Set values whose "
-            f"product is {size}, or {start}."
+            f"{product} needs {'a multiple of ' if cfg.shard is None else ''}{asked} processes, and {there}. Set "
+            f"values whose product is {size}, or {start}."
         )
     num_shards = size // cfg.replicate
     if num_shards % cfg.experts:
@@ -127,8 +128,8 @@ class ManyRanks(Ranks):
     """The ranks of a run with several processes; see `lean_ft.system.shards.Ranks`.
 
     `mesh` has the dimensions `replicate` and `shard`. Neighboring ranks of a replica share a micro-batch's tokens
-    (`parallel.context` x `parallel.tensor`, the latter innermost) or a layer's experts. `groups` has this rank's groups by
-    the setting's name, and the group that shares its tokens as `tokens`.
+    (`parallel.context` x `parallel.tensor`, the latter innermost) or a layer's experts. `groups` has this rank's groups
+    by the setting's name, and the group that shares its tokens as `tokens`.
     """
 
     hosts_backend = "gloo"
@@ -169,7 +170,8 @@ class ManyRanks(Ranks):
         return init_device_mesh(self.device.type, shape, mesh_dim_names=(REPLICATE, SHARD, *names))
 
     def mesh_of(self, over: str | None) -> Any:
-        """The mesh that shards a parameter's rows, if the setting `over` already splits the parameter; 2-D with replicas."""
+        """The mesh that shards a parameter's rows, if the setting `over` already splits the parameter; 2-D with
+        replicas."""
         mesh = self.mesh if over is None else self._meshes[over]
         return mesh[SHARD] if mesh.size(0) == 1 else mesh[REPLICATE, SHARD]
 
@@ -192,7 +194,8 @@ class ManyRanks(Ranks):
                 yield self._own_tokens(filler.without_targets()), is_last
 
     def _own_tokens(self, batch: Any) -> Any:
-        """This rank's slice of each row of a micro-batch. Values per completion stay on every rank that shares the row."""
+        """This rank's slice of each row of a micro-batch. Values per completion stay on every rank that shares the
+        row."""
         if self.num_sharing == 1:
             return batch
         own = batch.part_of_rows(self.rank % self.num_sharing, self.num_sharing)

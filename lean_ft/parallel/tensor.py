@@ -1,13 +1,13 @@
 """Tensor parallelism: attention heads and inner features of feed-forward layers are split over ranks.
 
 Input projections of a layer are split by rows, so each rank has some heads and inner features. The output projection is
-split by columns, and its products are summed over the ranks. Outside of these layers, each rank has different tokens: the
-tokens are gathered before a layer, and the sums are scattered after it. So nothing is computed or kept twice.
+split by columns, and its products are summed over the ranks. Outside of these layers, each rank has different tokens:
+the tokens are gathered before a layer, and the sums are scattered after it. So nothing is computed or kept twice.
 Parameters that are not split (norms, routers, A of an adapter on an input projection, B of one on an output projection)
 get the gradient of a rank's own tokens or heads, which FSDP sums as for ranks with different data.
 
-Mixtures of experts are not split: their tokens already are, and `parallel.experts` splits the experts. During generation
-each row has one token, so every rank has all rows, and the sums go to all ranks.
+Mixtures of experts are not split: their tokens already are, and `parallel.experts` splits the experts. During
+generation each row has one token, so every rank has all rows, and the sums go to all ranks.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, with tokens split as in Korthikanti et al. 2022,
 https://arxiv.org/abs/2205.05198. Left out: fused input projections, and norms over all heads together or
@@ -99,8 +99,8 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
         base = getattr(projection, "base_layer", projection)
         if side == COLUMNS and base is not projection and base.bias is not None:
             raise ValueError(
-                f"{setting} does not support an adapter on {name}, because that layer has a bias. Remove it from lora.targets, "
-                "or set parallel.tensor=1."
+                f"{setting} does not support an adapter on {name}, because that layer has a bias. Remove it from "
+                "lora.targets, or set parallel.tensor=1."
             )
 
 

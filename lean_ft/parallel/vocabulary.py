@@ -3,18 +3,19 @@
 Ranks exchange hidden states instead of weights. For each chunk of target tokens, all ranks gather the hidden states,
 multiply them by their own rows, and exchange 6 numbers per token (`chunked_softmax.whole_of_parts`) to compute the full
 softmax. The gradient of the hidden states is reduced to the ranks that they came from, in float32; the gradient of the
-rows already covers all ranks' tokens. For the embedding, ids are gathered, each rank looks up its rows, and the results are
-summed. A tied weight is one part with one gradient.
+rows already covers all ranks' tokens. For the embedding, ids are gathered, each rank looks up its rows, and the results
+are summed. A tied weight is one part with one gradient.
 
-This sends about 10 D bytes per token and rank. Gathering two (V, D) weights and reducing their gradients sends 8 V D bytes,
-which is more if the ranks together have fewer than V tokens at a time. A sharded vocabulary always takes less memory.
+This sends about 10 D bytes per token and rank. Gathering two (V, D) weights and reducing their gradients sends 8 V D
+bytes, which is more if the ranks together have fewer than V tokens at a time. A sharded vocabulary always takes less
+memory.
 
 Source: Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al. 2019, arXiv:1909.08053), here over data-parallel
-ranks and in chunks. Left out: losses other than cross-entropy, adapters on the embedding or output layer, and gradients of
-`logits`.
+ranks and in chunks. Left out: losses other than cross-entropy, adapters on the embedding or output layer, and gradients
+of `logits`.
 
-Shapes: n ranks that share a replica, N tokens of this rank, C tokens per chunk and rank, D hidden size, V vocabulary, P rows
-of this rank.
+Shapes: n ranks that share a replica, N tokens of this rank, C tokens per chunk and rank, D hidden size, V vocabulary, P
+rows of this rank.
 """
 
 from collections.abc import Iterator
@@ -46,8 +47,8 @@ SMALL_WEIGHT_BYTES = 256 * 2**20  # `auto` gathers smaller weights: little memor
 def why_gathered(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | None) -> str:
     """The reason to gather the vocabulary; empty if it stays sharded.
 
-    `tokens` is the maximum of one rank's forward pass, or None if the loss needs the whole output weight. Raises ValueError
-    if `parallel.vocabulary=cut` is not supported.
+    `tokens` is the maximum of one rank's forward pass, or None if the loss needs the whole output weight. Raises
+    ValueError if `parallel.vocabulary=cut` is not supported.
     """
     if cfg.vocabulary == "gathered":
         return "parallel.vocabulary=gathered"
@@ -130,7 +131,8 @@ class CutVocabulary:
     def passes(
         self, num_targets: int, chunk_tokens: int, terms: Terms, compile: bool, needs_gradient: bool
     ) -> "_Passes":
-        """The passes of `linear_cross_entropy` over chunks of all ranks' tokens, of which this rank has `num_targets`."""
+        """The passes of `linear_cross_entropy` over chunks of all ranks' tokens, of which this rank has
+        `num_targets`."""
         (most,) = self.ranks.highest(num_targets)
         chunk = min(most, -(-chunk_tokens // self.size)) if chunk_tokens else most
         work = describe_part(terms, compile), gradient(terms, compile, is_capped=True)
@@ -191,7 +193,8 @@ def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """Returns the embedding rows of this rank's ids and the rank's part of the weight, for a tied output layer's gradient."""
+    """Returns the embedding rows of this rank's ids and the rank's part of the weight, for a tied output layer's
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, cut: CutVocabulary, most: int) -> tuple[Tensor, Tensor]:
@@ -223,14 +226,16 @@ class _LookUp(torch.autograd.Function):
 
 
 def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Any:
-    """Each chunk's slice of this rank's ids (N,) and the ids of all ranks; the number of chunks is equal on all ranks."""
+    """Each chunk's slice of this rank's ids (N,) and the ids of all ranks; the number of chunks is equal on all
+    ranks."""
     length = max(1, LOOKED_UP_TOKENS // cut.size)
     for chunk in in_chunks(most, length):
         yield chunk, cut.gather(_padded(ids[chunk], chunk.stop - chunk.start, fill=-1))
 
 
 class _Passes(NamedTuple):
-    """As `lean_ft.losses.linear_cross_entropy.Passes`, for the tokens of all ranks and this rank's rows of the weight."""
+    """As `lean_ft.losses.linear_cross_entropy.Passes`, for the tokens of all ranks and this rank's rows of the
+    weight."""
 
     cut: CutVocabulary
     most: int  # targets of one rank
@@ -241,7 +246,8 @@ class _Passes(NamedTuple):
     needs_gradient: bool
 
     def chunks(self, hidden: Tensor, projection: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield each chunk's slice of this rank's tokens, the hidden states of all ranks (n C, D) and their logits (n C, P)."""
+        """Yield each chunk's slice of this rank's tokens, the hidden states of all ranks (n C, D) and their logits (n
+        C, P)."""
         logits_of = ChunkLogits(projection)
         for chunk in in_chunks(self.most, self.chunk_tokens, shown=2):
             own = hidden[chunk].to(projection.dtype)

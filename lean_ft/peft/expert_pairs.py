@@ -1,9 +1,10 @@
 """Adapters with a pair of matrices per expert, read as adapters of a mixture's stacked projections.
 
 PEFT saved them with transformers 4, in which each expert's matrix was a module, and Unsloth has lists of modules
-(`experts.gate_up_projs.0`). The rank of a stack's adapter is the sum of the ranks of its parts, such as gate and up, whose pairs
-do not mix: A has them side by side, and B in blocks. Zeros fill B beside these blocks, lower ranks, and experts without a pair,
-so the product per expert is that of its own pairs.
+(`experts.gate_up_projs.0`). The rank of a stack's adapter is the sum of the ranks of its parts, such as gate and up,
+whose pairs
+do not mix: A has them side by side, and B in blocks. Zeros fill B beside these blocks, lower ranks, and experts without
+a pair, so the product per expert is that of its own pairs.
 
 Shapes: E experts, R rank of the stack's adapter, I inputs, O outputs of the projection.
 """
@@ -39,7 +40,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class StackedFactor:
-    """The A or the B of a stack's adapter, from those of all pairs: (E * R, features), or (features, R * E) with `experts_last`."""
+    """The A or the B of a stack's adapter, from those of all pairs: (E * R, features), or (features, R * E) with
+    `experts_last`."""
 
     pairs: tuple[Pair, ...]
     num_experts: int
@@ -109,7 +111,8 @@ def names_by_expert(model: Decoder) -> list[str]:
 
 
 def _names_by_expert(model: Decoder, stack: str) -> list[Sequence[str]]:
-    """The names of a stack's parts in transformers 4, whose modules have the names of the folder's tensors, and in Unsloth."""
+    """The names of a stack's parts in transformers 4, whose modules have the names of the folder's tensors, and in
+    Unsloth."""
     place, _, projection = stack.rpartition(".")
     of_folder = [name.removesuffix(".weight") for name in model.source.places(stack)]
     of_unsloth = [f"{model.source.module_name(place, in_whole=False)}.{projection}s.*"]
@@ -119,7 +122,8 @@ def _names_by_expert(model: Decoder, stack: str) -> list[Sequence[str]]:
 def _stack(
     adapter: StoredAdapter, experts: Experts, stack: str, names: Mapping[tuple[int, int], str], num_parts: int
 ) -> tuple[AdapterShape, tuple[StackedFactor, StackedFactor]]:
-    """The shape of a stack's adapter, and its A and B. `names`: the adapted layers by their part of the stack and expert."""
+    """The shape of a stack's adapter, and its A and B. `names`: the adapted layers by their part of the stack and
+    expert."""
     projection = stack.rpartition(".")[2]
     num_experts, outputs, inputs = linear_shape(as_frozen(getattr(experts, projection)), experts.config.input_first)
     for name in names.values():
@@ -130,7 +134,8 @@ def _stack(
     ]
     if (rank := sum(widths)) > inputs + outputs:  # one expert's large rank would take the memory of all experts
         raise ValueError(
-            f"{adapter.folder} has a rank of {max(widths)} for an expert of {stack}; expected at most {inputs + outputs}."
+            f"{adapter.folder} has a rank of {max(widths)} for an expert of {stack}; expected at most "
+            f"{inputs + outputs}."
         )
     first = adapter.shapes[next(iter(names.values()))]
     alpha = first.scaling * (math.sqrt(rank) if first.rslora else rank)
@@ -159,8 +164,8 @@ def _check_pair(adapter: StoredAdapter, name: str, num_inputs: int, num_outputs:
     shape = adapter.shapes[name]
     if shape.dora:
         raise ValueError(
-            f"{adapter.folder} is a DoRA adapter with magnitudes of single experts, such as of {name}, which are not read. Merge it "
-            "with PEFT, and use the merged model."
+            f"{adapter.folder} is a DoRA adapter with magnitudes of single experts, such as of {name}, which are not "
+            "read. Merge it with PEFT, and use the merged model."
         )
     expected = [(shape.rank, num_inputs), (num_outputs, shape.rank)]
     for ending, sizes in zip(OF_LINEAR, expected, strict=True):

@@ -1,4 +1,5 @@
-"""Find a trained model by a folder, a checkpoint, a run directory, a hub id, or an adapter that names its base model."""
+"""Find a trained model by a folder, a checkpoint, a run directory, a hub id, or an adapter that names its base
+model."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -20,11 +21,11 @@ from lean_ft.tokenizers import Tokenizer, load_tokenizer
 
 
 def find_finished(source: str | Path, *, quick: bool = False, weights: bool = True) -> Path:
-    """The model or adapter folder for `source`: a checkpoint, a Hugging Face or PEFT folder, the newest whole checkpoint of a
-    run directory, or a name that `resolve_model_path` knows.
+    """The model or adapter folder for `source`: a checkpoint, a Hugging Face or PEFT folder, the newest whole
+    checkpoint of a run directory, or a name that `resolve_model_path` knows.
 
-    A checkpoint's files are verified by its manifest: sizes and checksums, with `quick` the checksums of small files alone.
-    Raises ValueError if there is no folder, or no whole checkpoint.
+    A checkpoint's files are verified by its manifest: sizes and checksums, with `quick` the checksums of small files
+    alone. Raises ValueError if there is no folder, or no whole checkpoint.
     """
     folder = Path(source).expanduser()
     folder = folder if folder.is_dir() else resolve_model_path(source, weights)
@@ -61,11 +62,11 @@ def tokenizer_folder(*folders: Path) -> Path | None:
 
 
 def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path | None = None) -> Tokenizer:
-    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` and `data.image_tokens` of the
-    run that wrote the first checkpoint among them.
+    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` and `data.image_tokens`
+    of the run that wrote the first checkpoint among them.
 
-    chat_template: a file that replaces its template; images: the folder of a model that is loaded with its vision tower.
-    Raises ValueError if there is no tokenizer.
+    chat_template: a file that replaces its template; images: the folder of a model that is loaded with its vision
+    tower. Raises ValueError if there is no tokenizer.
     """
     tokenizer = load_tokenizer(tokenizer_folder(*folders) or folders[-1], chat_template)
     checkpoint = next((folder for folder in folders if (folder / TRAINING_STATE_FILE).is_file()), None)

@@ -1,7 +1,7 @@
 """Add adapters to a model, find them, and turn them off.
 
-`apply_lora(model, cfg.lora)` freezes the model and adds an adapter to each layer that the settings name. Afterwards only
-the adapters' parameters are trained.
+`apply_lora(model, cfg.lora)` freezes the model and adds an adapter to each layer that the settings name. Afterwards
+only the adapters' parameters are trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,10 +40,11 @@ def load_with_adapter(
 ) -> Decoder:
     """Load the model of the settings and add an adapter to it; without `lora`, just load it.
 
-    With several `ranks`, the model is on the meta device until it is sharded (`cut_loading`). Weights are quantized one by
-    one while loading, so the unquantized model is never in memory. With `model.dtype=float16`, frozen weights are float16.
-    `scores` loads a reward model or classifier with these labels, whose output layer is trained in addition to an adapter. Frozen
-    weights that `memory` keeps on the host are loaded there. Raises the errors of `load_model` and `apply_lora`.
+    With several `ranks`, the model is on the meta device until it is sharded (`cut_loading`). Weights are quantized one
+    by one while loading, so the unquantized model is never in memory. With `model.dtype=float16`, frozen weights are
+    float16. `scores` loads a reward model or classifier with these labels, whose output layer is trained in addition to
+    an adapter. Frozen weights that `memory` keeps on the host are loaded there. Raises the errors of `load_model` and
+    `apply_lora`.
     """
     device = device if ranks.size == 1 else "meta"
     if lora is None:
@@ -109,8 +110,8 @@ def _check_suits_tower(names: Sequence[str], tower: nn.Module) -> None:
     is_trained = any(parameter.requires_grad for parameter in tower.parameters())
     if names and not is_trained:
         raise ValueError(
-            f"lora.targets has {names[0]}, a layer of the vision tower, and model.images=frozen does not train the tower. Set "
-            "model.images=train, or remove the pattern."
+            f"lora.targets has {names[0]}, a layer of the vision tower, and model.images=frozen does not train the "
+            "tower. Set model.images=train, or remove the pattern."
         )
     if is_trained and not names:
         raise ValueError(
@@ -129,8 +130,8 @@ def _check_suits_parameter(name: str, shape: AdapterShape, init: str, is_stack: 
     if wrong := [setting for setting, is_set in asked.items() if is_set]:
         what = "a stack of experts" if is_stack else "a parameter to PEFT"
         raise ValueError(
-            f"{name} is {what}, for which PEFT's format has only plain LoRA: {', '.join(wrong)} is not supported. Leave it "
-            "out, or set other lora.targets, such as [q_proj,k_proj,v_proj,o_proj]."
+            f"{name} is {what}, for which PEFT's format has only plain LoRA: {', '.join(wrong)} is not supported. "
+            "Leave it out, or set other lora.targets, such as [q_proj,k_proj,v_proj,o_proj]."
         )
 
 
@@ -184,7 +185,8 @@ def lr_ratios(cfg: LoRAConfig | None) -> dict[str, float]:
 def quantize_as_loaded(kind: FrozenKind) -> Quantize | None:
     """`quantize` of `load_model` for a value of `lora.quantize`: quantizes linear layers and experts; None for `none`.
 
-    The embedding, the output layer and the vision tower are not quantized. Raises ValueError for another kind, if bitsandbytes
+    The embedding, the output layer and the vision tower are not quantized. Raises ValueError for another kind, if
+    bitsandbytes
     cannot be used (on a GPU: at the first module), or if the model's folder or sizes do not suit `kind`.
     """
     if kind not in get_args(FrozenKind):
@@ -197,8 +199,8 @@ def quantize_as_loaded(kind: FrozenKind) -> Quantize | None:
     def quantize_module(model: Decoder, name: str) -> None:
         if kind == "as_stored" and not model.source.quantization:
             raise ValueError(
-                "lora.quantize=as_stored keeps the quantized weights of a folder, and quantization_config of this model's "
-                "config.json is absent. Set lora.quantize=nf4, float8 or none."
+                "lora.quantize=as_stored keeps the quantized weights of a folder, and quantization_config of this "
+                "model's config.json is absent. Set lora.quantize=nf4, float8 or none."
             )
         module = model.get_submodule(name)
         if isinstance(module, Experts):

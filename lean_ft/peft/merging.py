@@ -1,7 +1,7 @@
 """Merge an adapter into the base weights, in float32, rounded once.
 
-`plain_tensors` merges on copies, so that a run can merge while it trains. The report states the error of rounding to the
-model's dtype: bfloat16 keeps 8 bits of a weight, which may be few bits of a small change. An adapter trained on a
+`plain_tensors` merges on copies, so that a run can merge while it trains. The report states the error of rounding to
+the model's dtype: bfloat16 keeps 8 bits of a weight, which may be few bits of a small change. An adapter trained on a
 quantized model is merged into the unquantized model, so the 4-bit errors are not part of the result, which therefore
 differs slightly from the trained model.
 """
@@ -25,7 +25,8 @@ from lean_ft.settings import ImagesMode
 
 @dataclass(frozen=True)
 class MergeReport:
-    """The size of a merge's change and rounding error: root mean squares over all merged weights, relative to theirs."""
+    """The size of a merge's change and rounding error: root mean squares over all merged weights, relative to
+    theirs."""
 
     num_layers: int
     change: float
@@ -66,8 +67,9 @@ def load_merged(
 ) -> tuple[Decoder, MergeReport]:
     """Return a plain model with the adapter of a folder merged, and a report.
 
-    `images` is as in `load_model`. `base` is the model's folder; None uses the model that the adapter names. Needs memory for the model and one float32
-    matrix. Raises ValueError if the adapter is not supported or does not fit the model.
+    `images` is as in `load_model`. `base` is the model's folder; None uses the model that the adapter names. Needs
+    memory for the model and one float32 matrix. Raises ValueError if the adapter is not supported or does not fit the
+    model.
     """
     base = base_model(Path(adapter)) if base is None else base
     new_ids = ids_of_rows(adapter)

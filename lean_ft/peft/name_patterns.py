@@ -1,10 +1,11 @@
 """Patterns of layers' names in an adapter's config, matched as PEFT does: `re.match(rf"(.*\\.)?({pattern})$", name)`.
 
-A pattern is a regular expression for a name or its last parts. A dot matches any character. The first pattern that matches counts.
+A pattern is a regular expression for a name or its last parts. A dot matches any character. The first pattern that
+matches counts.
 
-Adapter files are untrusted, and `re` can take exponential time. So matching keeps the set of positions that a pattern can have
-reached, as the bits of one number (Thompson 1968, https://doi.org/10.1145/363347.363387), and counts its steps. Patterns without
-repetitions and choices, of which there may be one per layer, are looked up in tables.
+Adapter files are untrusted, and `re` can take exponential time. So matching keeps the set of positions that a pattern
+can have reached, as the bits of one number (Thompson 1968, https://doi.org/10.1145/363347.363387), and counts its
+steps. Patterns without repetitions and choices, of which there may be one per layer, are looked up in tables.
 
 Supported are characters, dots, escapes, classes, groups, choices, repetitions, and the anchors ^ and $.
 """
@@ -145,7 +146,8 @@ class NamePatterns(Generic[ValueT]):
 
 
 def _fixed(pattern: _Choice) -> tuple[str, tuple[int, ...], bool] | None:
-    """Return a pattern's text, the places of its dots and whether it is a whole name; None unless it is only a row of characters."""
+    """Return a pattern's text, the places of its dots and whether it is a whole name; None unless it is only a row of
+    characters."""
     first, *others = pattern.sequences
     if others:
         return None
@@ -233,6 +235,6 @@ class _Parser:
 
     def _fail(self) -> NoReturn:
         raise ValueError(
-            f"{self._pattern!r}: cannot be read as a regular expression from character {self._place + 1} on. Supported are "
-            "characters, dots, escapes, classes such as [0-9], groups, |, *, +, ?, {m,n}, ^ and $."
+            f"{self._pattern!r}: cannot be read as a regular expression from character {self._place + 1} on. Supported "
+            "are characters, dots, escapes, classes such as [0-9], groups, |, *, +, ?, {m,n}, ^ and $."
         )

@@ -80,7 +80,8 @@ def save_adapter(
 
 
 def check_trained(model: nn.Module) -> None:
-    """Raise ValueError if a model with an adapter trains parameters that are not the adapter's: they would not be saved."""
+    """Raise ValueError if a model with an adapter trains parameters that are not the adapter's: they would not be
+    saved."""
     layers = adapted_layers(model) | trained_rows(model)
     saved = {f"{name}.{own}" for name, layer in layers.items() for own, _ in layer.named_parameters()} | {
         *_score(model)
@@ -355,7 +356,8 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             )
         if (num_rows := layer.weight.shape[0]) <= max(ids):
             raise ValueError(
-                f"{adapter.folder} has a row for token {max(ids)}, but {what} has {num_rows} rows. Save a resized model first."
+                f"{adapter.folder} has a row for token {max(ids)}, but {what} has {num_rows} rows. Save a resized "
+                "model first."
             )
         expected[name + ENDING] = (len(ids), layer.weight.shape[1])
     expected |= {name: tuple(score.shape) for name, score in _score(model).items() if name in adapter.tensors}
@@ -367,8 +369,8 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
                 kind = kind_of_scores(stored.shape[0])
                 raise ValueError(f"{adapter.folder} adapts {kind}, which gives scores and no text. Use `leanft score`.")
             raise ValueError(
-                f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the weight of {what}. It was trained "
-                f"whole, which is not supported, or belongs to another base model. {other}"
+                f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the weight of {what}. "
+                f"It was trained whole, which is not supported, or belongs to another base model. {other}"
             )
         if stored.shape != (shape := expected[name]):
             raise ValueError(
@@ -388,7 +390,8 @@ def _lack(model: Decoder, name: str, what: str) -> str:
 
 
 def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:
-    """Whether a stored tensor equals the model's weight except for the adapter's rows, or repeats rows of a tied layer."""
+    """Whether a stored tensor equals the model's weight except for the adapter's rows, or repeats rows of a tied
+    layer."""
     stored = adapter.tensors[name]
     if model.config.tied_embeddings and name.startswith("lm_head."):
         name = name.replace("lm_head", EMBEDDING)

@@ -1,7 +1,7 @@
 """An adapter's folder in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, read without a model.
 
-The tensors define the adapted layers and their ranks; the config defines the scaling. An unsupported field that would change the
-result is refused by name. Only safetensors are read, because a pickled adapter can run code.
+The tensors define the adapted layers and their ranks; the config defines the scaling. An unsupported field that would
+change the result is refused by name. Only safetensors are read, because a pickled adapter can run code.
 """
 
 from collections.abc import Mapping
@@ -150,8 +150,8 @@ def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any
 
 
 def labels_of(folder: str | Path) -> Labels | None:
-    """The fields of config.json about the labels of an adapter with a score layer; None for other adapters. PEFT's files do not
-    have them, so a classifier that PEFT saved has transformers' default names."""
+    """The fields of config.json about the labels of an adapter with a score layer; None for other adapters. PEFT's
+    files do not have them, so a classifier that PEFT saved has transformers' default names."""
     if labels := read_json(Path(folder) / LABELS_FILE):
         return labels
     score = read_adapter(Path(folder)).tensors.get(f"{SCORE}.weight")
@@ -170,8 +170,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: peft_type is {kind!r}, which is not supported; expected LORA.")
     if config.get("init_lora_weights") not in _HARMLESS_STARTS:
         raise ValueError(
-            f"{file}: init_lora_weights is {config['init_lora_weights']!r}, so the adapter needs changed base weights. Convert "
-            "it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            f"{file}: init_lora_weights is {config['init_lora_weights']!r}, so the adapter needs changed base weights. "
+            "Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
     for name, value in config.items():
         known = name in _KNOWN_FIELDS or (name == "bias" and value == "none")
@@ -200,8 +200,8 @@ def _alphas(patterns: Any, file: Path) -> NamePatterns[float]:
     for pattern, alpha in patterns.items():
         if not _is_positive(alpha):
             raise ValueError(
-                f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number of at most {MAX_ALPHA:.0e} for a "
-                "regular expression of layers' names."
+                f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number of at most "
+                f"{MAX_ALPHA:.0e} for a regular expression of layers' names."
             )
     try:
         return NamePatterns({pattern: float(alpha) for pattern, alpha in patterns.items()})

@@ -16,8 +16,8 @@ from lean_ft.system.units import counted
 ALL_LINEAR = "all-linear"
 TOWER = "vision."  # begins the names of the vision tower's layers
 TIED = (
-    "takes no adapter, because this model's embedding is also its output layer (tie_word_embeddings) and the adapter would "
-    "change only one of them"
+    "takes no adapter, because this model's embedding is also its output layer (tie_word_embeddings) and the adapter "
+    "would change only one of them"
 )
 
 
@@ -28,8 +28,8 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
     (`model.layers.[0-3].*.down_proj`), or `all-linear`: every linear layer of attention and feed-forward layers and all
     experts, except routers and Mamba-2's output projection, which PEFT does not adapt in most families.
 
-    In a vision tower that trains, patterns match as in PEFT, also by the names of transformers. If one of them begins with `vision`,
-    the others match layers of the tower only if the language model has none of that name.
+    In a vision tower that trains, patterns match as in PEFT, also by the names of transformers. If one of them begins
+    with `vision`, the others match layers of the tower only if the language model has none of that name.
 
     Raises ValueError if a pattern matches nothing, a layer that takes no adapter, or only layers of a tower that does
     not train.
@@ -52,7 +52,8 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
             ends = [".".join(name.split(".")[-2:]) for name in matched if name not in other]
             raise ValueError(
                 f"lora.targets: {pattern!r} matches {other[0]}, a {type(modules[other[0]]).__name__}, but only linear "
-                f"layers, experts and the embedding take an adapter. Set other targets{f', such as {ends[0]}' if ends else ''}."
+                "layers, experts and the embedding take an adapter. Set other "
+                f"targets{f', such as {ends[0]}' if ends else ''}."
             )
         found.update(set(matched) - set(other))
     return [name for name in modules if name in found]
@@ -61,7 +62,8 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
 def _matched_in_tower(model: Decoder, modules: dict[str, nn.Module], pattern: str, *, is_alone: bool) -> list[str]:
     """Return the tower's layers with a weight that match a pattern without `vision` at its beginning.
 
-    is_alone: the pattern matches nothing in the language model, so a match in a tower that does not train raises ValueError.
+    is_alone: the pattern matches nothing in the language model, so a match in a tower that does not train raises
+    ValueError.
     """
     if model.vision is None or pattern == ALL_LINEAR:
         return []
@@ -73,8 +75,8 @@ def _matched_in_tower(model: Decoder, modules: dict[str, nn.Module], pattern: st
         return matched
     if matched and is_alone:
         raise ValueError(
-            f"lora.targets: {pattern!r} matches only layers of the vision tower ({matched[0]}), and model.images=frozen does not "
-            "train the tower. Set model.images=train, or remove the pattern."
+            f"lora.targets: {pattern!r} matches only layers of the vision tower ({matched[0]}), and "
+            "model.images=frozen does not train the tower. Set model.images=train, or remove the pattern."
         )
     return []
 
@@ -88,8 +90,8 @@ def is_projection_of_experts(model: nn.Module, name: str) -> bool:
 def is_parameter_to_peft(model: Decoder, name: str) -> bool:
     """Whether PEFT adapts the layer as one of its `target_parameters` instead of as a module.
 
-    It does so for experts and routers. In a model with experts, it also treats any module with an expert's name, even in
-    plain layers, as one that an older version stored per expert, and gives it twice the rank.
+    It does so for experts and routers. In a model with experts, it also treats any module with an expert's name, even
+    in plain layers, as one that an older version stored per expert, and gives it twice the rank.
     """
     if is_projection_of_experts(model, name):
         return True
@@ -132,8 +134,8 @@ def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]
     unread = [name.rpartition(".")[0] for name, own in model.source.names.items() if own is None]
     if model.vision is None and any(matches_name(name, pattern) for name in unread):
         return (
-            f"lora.targets: {pattern!r} matches only layers of the model's vision tower, and model.images=none loads the language "
-            "model alone. Set model.images=train, or remove the pattern."
+            f"lora.targets: {pattern!r} matches only layers of the model's vision tower, and model.images=none loads "
+            "the language model alone. Set model.images=train, or remove the pattern."
         )
     adaptable = {name for name, module in modules.items() if is_adaptable(module)}
     names = sorted({name.rpartition(".")[2] for name in adaptable if not name.startswith(TOWER)})
@@ -141,7 +143,8 @@ def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]
     in_tower = f" In the vision tower: {', '.join(of_tower)}." if of_tower else ""
     return (
         f"lora.targets: {pattern!r} matches no layer of this model.{did_you_mean(pattern, [ALL_LINEAR, *names])} "
-        f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or one of {', '.join(names)}.{in_tower}"
+        f"Expected {ALL_LINEAR}, a name with wildcards such as model.layers.0.*, or one of "
+        f"{', '.join(names)}.{in_tower}"
     )
 
 

@@ -1,12 +1,13 @@
 """A model of PyTorch's CUDA caching allocator that computes how much memory it reserves from the driver.
 
-A run reserves more than it allocates: sizes are rounded, and free gaps between used blocks may be too small for the next
-request. With expandable segments, which lean_ft turns on, there is one address range for small tensors and one for large. A
-request takes the smallest free block that fits. Blocks are split, and merge with free neighbors when they are freed. If no
-block fits, the range grows at its end by whole pages. Nothing is returned to the driver. So reserved memory follows from the
-order of a step's allocations, which a plan knows.
+A run reserves more than it allocates: sizes are rounded, and free gaps between used blocks may be too small for the
+next request. With expandable segments, which lean_ft turns on, there is one address range for small tensors and one for
+large. A request takes the smallest free block that fits. Blocks are split, and merge with free neighbors when they are
+freed. If no block fits, the range grows at its end by whole pages. Nothing is returned to the driver. So reserved
+memory follows from the order of a step's allocations, which a plan knows.
 
-Left out: several streams in one allocator (`Trace` has one allocator per stream), and returning memory when the card is full.
+Left out: several streams in one allocator (`Trace` has one allocator per stream), and returning memory when the card is
+full.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13.
 """

@@ -1,11 +1,11 @@
 """The memory estimate before a run loads weights.
 
-If an upper bound from the shapes is less than half of the free memory, nothing is rehearsed. Otherwise, if rows are not packed
-to one length, the data are prepared first, because the longest row may be far below `data.max_length`. The run then takes the
-prepared data from the cache.
+If an upper bound from the shapes is less than half of the free memory, nothing is rehearsed. Otherwise, if rows are not
+packed to one length, the data are prepared first, because the longest row may be far below `data.max_length`. The run
+then takes the prepared data from the cache.
 
-The rehearsal runs in a fresh process, so that the tracer and the compiler take no memory of the run, and side effects of a
-recipe do not reach it. The process gets the recipe's path, the settings and the device.
+The rehearsal runs in a fresh process, so that the tracer and the compiler take no memory of the run, and side effects
+of a recipe do not reach it. The process gets the recipe's path, the settings and the device.
 """
 
 import json
@@ -80,7 +80,10 @@ class Outlook:
         if self.faster_peak_bytes is None:
             return None
         peak = f"peak memory {'' if self.where else 'below '}{gibibytes(self.faster_peak_bytes)}"
-        return f"{_FASTER}=none would be faster and fit too: {peak}. `leanft plan` with the same arguments lists more settings."
+        return (
+            f"{_FASTER}=none would be faster and fit too: {peak}. `leanft plan` with the same arguments lists more "
+            "settings."
+        )
 
 
 def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
@@ -115,7 +118,8 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
 
 
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
-    """The settings with rows that are no longer than the longest of the data, and no more of them, where none are packed.
+    """The settings with rows that are no longer than the longest of the data, and no more of them, where none are
+    packed.
 
     Prepares the data, and raises ValueError as that does.
     """
@@ -131,8 +135,9 @@ def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
 
 
 def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
-    """An upper bound of memory for any settings: everything in float32, nothing recomputed. None for a mixture of experts,
-    whose activations do not follow from its shapes, and for a recipe without a model or data. Raises as `load_model`."""
+    """An upper bound of memory for any settings: everything in float32, nothing recomputed. None for a mixture of
+    experts, whose activations do not follow from its shapes, and for a recipe without a model or data. Raises as
+    `load_model`."""
     model_settings = cfg.group(ModelConfig)
     if model_settings is None or cfg.row_tokens is None:
         return None
@@ -194,7 +199,8 @@ def _recomputes(cfg: RecipeConfig) -> bool:
 def _rehearse_apart(
     recipe: ModuleType, cfg: RecipeConfig, device: Device, room_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Rehearse a step in a fresh process without a GPU, unless the plan is known. Return the facts for `Outlook`; None if it raises ValueError.
+    """Rehearse a step in a fresh process without a GPU, unless the plan is known. Return the facts for `Outlook`; None
+    if it raises ValueError.
 
     Raises RuntimeError if it raises another error, dies, or takes too long.
     """

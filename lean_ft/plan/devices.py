@@ -1,8 +1,8 @@
 """Devices to plan for: their memory, and their speed.
 
-Rates are the makers' published figures for dense 16-bit (float32 accumulation) and float32 products and for memory. Kernels reach
-a share of them that depends on their class: matrix products, attention, memory traffic (`Device.kernel_seconds`). The shares come
-from half of the published figures in docs/speed_tables.md.
+Rates are the makers' published figures for dense 16-bit (float32 accumulation) and float32 products and for memory.
+Kernels reach a share of them that depends on their class: matrix products, attention, memory traffic
+(`Device.kernel_seconds`). The shares come from half of the published figures in docs/speed_tables.md.
 """
 
 import re
@@ -30,7 +30,8 @@ _CACHES = {
 
 @dataclass(frozen=True)
 class Device:
-    """A device to plan for, with its published rates and the share of them that kernels reach. `memory_bytes` is None if unknown."""
+    """A device to plan for, with its published rates and the share of them that kernels reach. `memory_bytes` is None
+    if unknown."""
 
     name: str
     memory_bytes: int | None
@@ -55,7 +56,8 @@ class Device:
         return self.name == "cpu"
 
     def limit_seconds(self, kernel: "Kernel") -> float:
-        """Time at the published rates: the longer of arithmetic and memory traffic (the roofline of Williams et al. 2009)."""
+        """Time at the published rates: the longer of arithmetic and memory traffic (the roofline of Williams et al.
+        2009)."""
         return max(kernel.flops / self._peak(kernel), kernel.moved_bytes / self.bytes_per_second)
 
     def kernel_seconds(self, kernel: "Kernel") -> float:
@@ -99,8 +101,8 @@ class Machines:
 
 ONE_DEVICE = Machines()
 
-# GB/s of a card to others of its machine (NVLink or similar), and its share of the network in the makers' own machines (DGX).
-# Other cards send over PCIe, and have a network of 100 Gbit/s each.
+# GB/s of a card to others of its machine (NVLink or similar), and its share of the network in the makers' own machines
+# (DGX). Other cards send over PCIe, and have a network of 100 Gbit/s each.
 _PEERS = {
     "V100": (150, 12.5),
     "V100 16GB": (150, 12.5),
@@ -114,8 +116,10 @@ _PEERS = {
 _NETWORK_GB_S = 12.5
 # Streaming multiprocessors (compute units of an AMD card), and the tile of a product that each computes at a time.
 _PROCESSORS = {
-    "T4": 40, "V100": 80, "RTX 3060": 28, "RTX 3090": 82, "RTX 4060 Ti": 34, "RTX 4090": 128, "RTX 5090": 170, "RTX A6000": 84,
-    "A10G": 80, "L4": 58, "L40S": 142, "A100 40GB": 108, "A100 80GB": 108, "H100": 132, "H200": 132, "B200": 148, "MI300X": 304,
+    "T4": 40, "V100": 80, "RTX 3060": 28, "RTX 3090": 82, "RTX 4060 Ti": 34, "RTX 4090": 128, "RTX 5090": 170,
+    "RTX A6000": 84,
+    "A10G": 80, "L4": 58, "L40S": 142, "A100 40GB": 108, "A100 80GB": 108, "H100": 132, "H200": 132, "B200": 148,
+    "MI300X": 304,
     "V100 16GB": 80, "H100 PCIe": 114, "H100 NVL": 132, "H200 NVL": 132,
 }  # fmt: skip
 _TILE = (128, 128)
@@ -128,8 +132,8 @@ _CAPABILITIES = {
 }  # fmt: skip
 _FLOAT8_CAPABILITY = (8, 9)  # a run on an older card refuses float8 products
 _MEASURED = 1024  # rows and columns of the products that measure a CPU
-# Large products: cards with half-rate float32 accumulation reach almost all of their rate. Cards that the power limit slows down
-# reach less. Attention reaches less than products, the least on the cards with the fastest products.
+# Large products: cards with half-rate float32 accumulation reach almost all of their rate. Cards that the power limit
+# slows down reach less. Attention reaches less than products, the least on the cards with the fastest products.
 _PRODUCT_SHARES: dict[str, float] = {
     **dict.fromkeys(("RTX 3060", "RTX 3090", "RTX 4060 Ti", "RTX 4090", "RTX 5090"), 0.95),
     **dict.fromkeys(("V100", "V100 16GB", "A100 40GB", "A100 80GB"), 0.85),
@@ -160,7 +164,8 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
     )
 
 
-# GiB as the driver reports them, TFLOP/s of 16-bit and 32-bit products, GB/s of memory and of the link to the host. Source: data sheets.
+# GiB as the driver reports them, TFLOP/s of 16-bit and 32-bit products, GB/s of memory and of the link to the host.
+# Source: data sheets.
 DEVICES = {
     card.name: card
     for card in (
@@ -192,8 +197,8 @@ DEVICES = {
     )
 }
 
-# Typical of two cores with AVX512-BF16. `measured_cpu` has this machine's rates. The share: a step's products are of many shapes,
-# and reach 0.8 to 0.9 of a large product's rate.
+# Typical of two cores with AVX512-BF16. `measured_cpu` has this machine's rates. The share: a step's products are of
+# many shapes, and reach 0.8 to 0.9 of a large product's rate.
 CPU = Device(
     "cpu",
     None,
@@ -208,7 +213,8 @@ CPU = Device(
 
 
 def measured_cpu() -> Device:
-    """This machine's CPU, with the rates of large products and of large tensors in memory, measured in about a second."""
+    """This machine's CPU, with the rates of large products and of large tensors in memory, measured in about a
+    second."""
     import torch
 
     from lean_ft.models.float32_products import slow_dtypes
@@ -237,8 +243,8 @@ def measured_cpu() -> Device:
     )
 
 
-# Parts of the names that drivers and clouds print, beside the card's own: a maker or series, a form factor, a kind of memory, and
-# a virtual function of an AMD card.
+# Parts of the names that drivers and clouds print, beside the card's own: a maker or series, a form factor, a kind of
+# memory, and a virtual function of an AMD card.
 _MAKERS = re.compile(r"^gpu \d+: |\(uuid: .*|nvidia|geforce|tesla|quadro|amd|instinct|gpu$")
 _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|vf")
 _MEMORY = re.compile(r"(\d+)gi?b?")
@@ -246,8 +252,8 @@ _GIB_PER_GB = (0.95, 1.12)  # memory in a card's name, divided by the memory tha
 
 
 def find_device(name: str) -> Device:
-    """The card of a name in any spelling, also as torch and `nvidia-smi -L` print it (`NVIDIA A100-SXM4-80GB`), or the only card
-    whose name ends in it (`4090`). Raises ValueError with the nearest name."""
+    """The card of a name in any spelling, also as torch and `nvidia-smi -L` print it (`NVIDIA A100-SXM4-80GB`), or the
+    only card whose name ends in it (`4090`). Raises ValueError with the nearest name."""
     if (card := _named(name)) is not None:
         return card
     wanted = "".join(_words(name))
@@ -255,8 +261,8 @@ def find_device(name: str) -> Device:
     if len(found) == 1:
         return found[0]
     raise ValueError(
-        f"unknown device {name!r}.{did_you_mean(name, DEVICES)} Expected one of {', '.join(DEVICES)}. For another card, "
-        "set --budget to its memory."
+        f"unknown device {name!r}.{did_you_mean(name, DEVICES)} Expected one of {', '.join(DEVICES)}. For another "
+        "card, set --budget to its memory."
     )
 
 

@@ -1,13 +1,15 @@
-"""The planner's backend for torch.compile: it partitions graphs as the compiler does, and counts the memory of fused kernels.
+"""The planner's backend for torch.compile: it partitions graphs as the compiler does, and counts the memory of fused
+kernels.
 
 AOTAutograd's min-cut partitioner decides what forward keeps for backward, as in a real run (also with
-`activation_memory_budget`). In each graph, chains of elementwise operations and reductions become kernels with intermediates in
-registers. A value takes memory only if a matrix product or another opaque operation reads it, or if it leaves the graph.
+`activation_memory_budget`). In each graph, chains of elementwise operations and reductions become kernels with
+intermediates in registers. A value takes memory only if a matrix product or another opaque operation reads it, or if it
+leaves the graph.
 
-On a GPU, Inductor also makes one kernel of values with the same size that read the same memory, anywhere in the graph. All
-tensors of that kernel are alive at once, such as the six tensors of a gated layer's backward. And it writes a result over an
-input of the same size if each element depends on the same position of that input and nothing reads the input later. Without
-these two rules, the planned peaks of some presets are off by 0.1 to 0.8 GiB.
+On a GPU, Inductor also makes one kernel of values with the same size that read the same memory, anywhere in the graph.
+All tensors of that kernel are alive at once, such as the six tensors of a gated layer's backward. And it writes a
+result over an input of the same size if each element depends on the same position of that input and nothing reads the
+input later. Without these two rules, the planned peaks of some presets are off by 0.1 to 0.8 GiB.
 """
 
 from collections import Counter
@@ -169,8 +171,8 @@ class _Kernels:
 
 
 class _Known:
-    """What a graph does with inputs of one shape. Layers of the same shape share a graph: the first layer runs all operations on
-    shapes, and the others only make the tensors that take memory."""
+    """What a graph does with inputs of one shape. Layers of the same shape share a graph: the first layer runs all
+    operations on shapes, and the others only make the tensors that take memory."""
 
     def __init__(self) -> None:
         self.made: dict[fx.Node, Callable[[], Tensor]] = {}  # nodes with a new tensor -> how to make it
@@ -251,8 +253,8 @@ def _sources(node: fx.Node, stored: set[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _writes(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, int]:
-    """Values that are only written into the graph's inputs, and the launches of each. Those of one size share a launch, also with one
-    value of each short row, such as the scale of a block."""
+    """Values that are only written into the graph's inputs, and the launches of each. Those of one size share a launch,
+    also with one value of each short row, such as the scale of a block."""
     writes: dict[fx.Node, int] = {}
     for node in nodes:
         is_write = node.op == "call_function" and getattr(node.target, "__name__", "").startswith("copy_.")
@@ -281,9 +283,11 @@ def _read_first(
 
 
 def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each stored value of a kernel with several outputs, the last output. Until then all outputs and inputs are alive.
+    """For each stored value of a kernel with several outputs, the last output. Until then all outputs and inputs are
+    alive.
 
-    A value joins the kernel of a value with the same size and a common input, unless it needs a value computed after that kernel.
+    A value joins the kernel of a value with the same size and a common input, unless it needs a value computed after
+    that kernel.
     """
     kernels: list[list[fx.Node]] = []
     needs: dict[fx.Node, set[fx.Node]] = {}  # the stored values that each stored value depends on
@@ -309,8 +313,8 @@ def _together(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, fx.No
 def _dead_after(
     nodes: list[fx.Node], stored: set[fx.Node], together: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nothing after it reads. A fused value reads its inputs when it is read; an output of a kernel
-    with several outputs, when the last of them is computed."""
+    """For each node, the values that nothing after it reads. A fused value reads its inputs when it is read; an output
+    of a kernel with several outputs, when the last of them is computed."""
     last: dict[fx.Node, int] = {}
     index = {node: i for i, node in enumerate(nodes)}
     for node in reversed(nodes):
@@ -333,8 +337,8 @@ def _written_over(
     own: set[fx.Node],
     together: dict[fx.Node, fx.Node],
 ) -> dict[fx.Node, fx.Node]:
-    """For each value that its kernel writes in place, the overwritten value: the first input that is the graph's `own`, is read by
-    this kernel and products only, and is not read later, also through views."""
+    """For each value that its kernel writes in place, the overwritten value: the first input that is the graph's `own`,
+    is read by this kernel and products only, and is not read later, also through views."""
     over: dict[fx.Node, fx.Node] = {}
     num_readers = Counter(source for node in together for source in reads[node])
     for node, last in together.items():
@@ -353,8 +357,8 @@ def _views(node: fx.Node) -> set[fx.Node]:
 
 
 def _is_made_in_place(node: fx.Node, source: fx.Node, stored: Collection[fx.Node]) -> bool:
-    """Whether each element of `node` depends on the same position of `source`, and on other positions only through reductions, in
-    the operations fused between them."""
+    """Whether each element of `node` depends on the same position of `source`, and on other positions only through
+    reductions, in the operations fused between them."""
     value, given = node.meta.get("val"), source.meta.get("val")
     if not isinstance(value, Tensor) or not isinstance(given, Tensor):
         return False

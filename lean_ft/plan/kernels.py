@@ -1,7 +1,7 @@
 """What a GPU runs for an operation: its number of launches, or plain operations where it has no kernel.
 
-The numbers of launches are those of PyTorch 2.13 on a simulated GPU (`benchmarks/planned_launches.py`). lean_ft's own operators
-register theirs (`lean_ft.system.costs`).
+The numbers of launches are those of PyTorch 2.13 on a simulated GPU (`benchmarks/planned_launches.py`). lean_ft's own
+operators register theirs (`lean_ft.system.costs`).
 """
 
 from typing import Any

@@ -1,8 +1,9 @@
 """Plans that were made before, in the cache of prepared data: one JSON file per plan, without its timeline.
 
-The name of a file is a hash of the settings, the device and the version of torch. The file lists the files that the plan was made
-from, with a digest of each: the modules of lean_ft, the recipe, the user's functions and the models' config.json. If one changed,
-the plan is made anew. A file that is damaged or from another program is ignored.
+The name of a file is a hash of the settings, the device and the version of torch. The file lists the files that the
+plan was made
+from, with a digest of each: the modules of lean_ft, the recipe, the user's functions and the models' config.json. If
+one changed, the plan is made anew. A file that is damaged or from another program is ignored.
 
 Importing this module imports neither torch nor the tracer.
 """

@@ -1,13 +1,13 @@
 """Count the memory of tensors that have shapes, dtypes and lifetimes but no contents.
 
-A storage counts from the operation that allocates it until the last reference of Python and autograd is gone, when an allocator
-would free it. Each storage has a label for its purpose; the sums by label explain the peak.
+A storage counts from the operation that allocates it until the last reference of Python and autograd is gone, when an
+allocator would free it. Each storage has a label for its purpose; the sums by label explain the peak.
 
-Memory that a kernel allocates and frees inside itself cannot be seen. That is small for the kernels here, except for attention's
-backward pass on a GPU, which is computed from its shapes.
+Memory that a kernel allocates and frees inside itself cannot be seen. That is small for the kernels here, except for
+attention's backward pass on a GPU, which is computed from its shapes.
 
-On a CPU, resident memory is counted. A page becomes resident at the first write to it, so an empty tensor counts as it is
-filled. Freed heap memory of small tensors stays resident until enough of it is free at the top of the heap (see
+On a CPU, resident memory is counted. A page becomes resident at the first write to it, so an empty tensor counts as it
+is filled. Freed heap memory of small tensors stays resident until enough of it is free at the top of the heap (see
 `lean_ft.memory.host_memory`). With a host pool, large tensors count as on a GPU, because they reuse resident pages.
 
 On a GPU, every storage is a block of a simulated caching allocator per stream, which computes the reserved memory.
@@ -47,8 +47,8 @@ class _Storage:
 class Memory:
     """The memory of a device. `host_pool`: a CPU with `memory.host_pool`.
 
-    A storage's label is the one set by `labelled`, else that of the function which allocates it (`lean_ft.plan.labels`),
-    else `label`. `where` says how far the step is.
+    A storage's label is the one set by `labelled`, else that of the function which allocates it
+    (`lean_ft.plan.labels`), else `label`. `where` says how far the step is.
     """
 
     def __init__(self, device: Device, host_pool: bool = False) -> None:
@@ -117,7 +117,8 @@ class Memory:
                 self._count(known, min(known.resident_bytes + num_bytes(tensor), known.num_bytes))
 
     def overwrite(self, tensor: Tensor, result: Tensor) -> None:
-        """Count `result` in the memory of `tensor`, which nothing reads any more, if it is new and has the same size."""
+        """Count `result` in the memory of `tensor`, which nothing reads any more, if it is new and has the same
+        size."""
         before, after = (local(t).untyped_storage() for t in (tensor, result))
         if self._known(tensor) and not self._known(result) and before.nbytes() == after.nbytes():
             self.relabel(tensor, self.current[0])
@@ -172,8 +173,8 @@ class Memory:
             allocator.free(storage.block)
 
     def inside(self, func: Any, args: Any) -> list[int]:
-        """Sizes of the temporary tensors inside an operation, in bytes: a CPU that computes 16-bit products in float32 converts the
-        operands in blocks."""
+        """Sizes of the temporary tensors inside an operation, in bytes: a CPU that computes 16-bit products in float32
+        converts the operands in blocks."""
         first = first_factor(func) if self.device.is_cpu else None
         if first is None or args[first].dtype not in self._converted:
             return []
@@ -181,8 +182,8 @@ class Memory:
         return block_bytes(left, right if left.ndim == right.ndim else right[0])  # grouped: one group's matrix
 
     def tune(self) -> None:
-        """Reserve the memory that the compiler uses on a GPU to clear the L2 cache while it tunes kernels at their first call. It is
-        not part of `peak`, which is that of a later step."""
+        """Reserve the memory that the compiler uses on a GPU to clear the L2 cache while it tunes kernels at their
+        first call. It is not part of `peak`, which is that of a later step."""
         if not self.device.is_cpu:
             allocator = self._allocators[self.stream]
             allocator.free(allocator.allocate(self.device.l2_cache_bytes))

@@ -28,7 +28,8 @@ def rehearse_round(rounds: Rounds, cfg: OnlineConfig, answer: Callable[[list[Pro
 def rehearse_generation(
     model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, copies: int, *, is_cpu: bool
 ) -> None:
-    """Run the cache, the prompts' pass, and the pass of the last token. Prompts are full of what their kinds of columns add, such as images.
+    """Run the cache, the prompts' pass, and the pass of the last token. Prompts are full of what their kinds of columns
+    add, such as images.
 
     copies: of the cache, in which case rows that wait take the second.
     """

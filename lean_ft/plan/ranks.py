@@ -1,7 +1,7 @@
 """Plan for many ranks in one process: a process group of any size that sends nothing, in which this process is rank 0.
 
-The recipe joins the group as usual, and FSDP2 gathers and shards as usual, so the memory of a device is counted rather than
-estimated. Rank 0 has the largest shards.
+The recipe joins the group as usual, and FSDP2 gathers and shards as usual, so the memory of a device is counted rather
+than estimated. Rank 0 has the largest shards.
 
 Source: PyTorch's fake process group, which its own parallelism tests use.
 """

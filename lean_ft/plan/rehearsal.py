@@ -1,8 +1,9 @@
 """Rehearse one step of a real recipe on shapes, and count its memory and time.
 
-The recipe's `main` runs in the world of a plan (`lean_ft.plan.world`), on tensors without contents. The batch is the largest
-possible: every row has `data.max_length` tokens, and every token is a target. With images, it also has the most patches: each row is
-full of images.
+The recipe's `main` runs in the world of a plan (`lean_ft.plan.world`), on tensors without contents. The batch is the
+largest
+possible: every row has `data.max_length` tokens, and every token is a target. With images, it also has the most
+patches: each row is full of images.
 
 With several devices, rank 0's step is simulated (`lean_ft.plan.ranks`).
 """
@@ -37,11 +38,12 @@ from lean_ft.torch_private import functorch_config
 def rehearse(
     recipe: ModuleType, cfg: RecipeConfig, device: Device, machines: Machines = ONE_DEVICE, *, takes_step: bool = True
 ) -> Rehearsal:
-    """Run one step of `recipe.main(cfg)` for `device` without weights, data or the device; with several devices, rank 0's step.
-    With `takes_step=False`, stop before the step: this only raises the errors that a run would raise before it.
+    """Run one step of `recipe.main(cfg)` for `device` without weights, data or the device; with several devices, rank
+    0's step. With `takes_step=False`, stop before the step: this only raises the errors that a run would raise before
+    it.
 
-    Raises ValueError as the recipe for contradictory settings, for a model folder without a config.json, and for a recipe that
-    takes no step; NotSimulatedError for a line of user code that needs values.
+    Raises ValueError as the recipe for contradictory settings, for a model folder without a config.json, and for a
+    recipe that takes no step; NotSimulatedError for a line of user code that needs values.
     """
     started = time.perf_counter()
     memory, parallel = cfg.group(MemoryConfig), cfg.group(ParallelConfig)
@@ -63,7 +65,8 @@ def rehearse(
         ):
             recipe.main(without_contents(cfg))
         raise ValueError(
-            "the recipe ended without a step. To plan it, it must take a step between steps() and log() of lean_ft.training.Run."
+            "the recipe ended without a step. To plan it, it must take a step between steps() and log() of "
+            "lean_ft.training.Run."
         )
     except StepTaken:
         pass
@@ -109,7 +112,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _raise_with_line(recipe: ModuleType, error: Exception) -> None:
-    """Raise NotSimulatedError with the line of the user's own recipe or function that failed; return if none is involved."""
+    """Raise NotSimulatedError with the line of the user's own recipe or function that failed; return if none is
+    involved."""
     own = {module.__file__ for name, module in sys.modules.items() if name.startswith("user_functions.")}
     folder = None if is_shipped(recipe) else Path(recipe.__file__ or "").parent
     frames = [
@@ -120,8 +124,8 @@ def _raise_with_line(recipe: ModuleType, error: Exception) -> None:
     if frames:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise NotSimulatedError(
-            f"{frames[-1].filename}, line {frames[-1].lineno}: `{frames[-1].line}` cannot be simulated ({reason}). The plan "
-            "runs the recipe on tensors that have shapes and no values, so shapes that depend on values, such as x[mask] or "
-            "nonzero(), are unknown. The run itself can still work. Use torch.where or multiply by the mask; or measure "
-            "the peak of a short run: max_steps=5."
+            f"{frames[-1].filename}, line {frames[-1].lineno}: `{frames[-1].line}` cannot be simulated ({reason}). The "
+            "plan runs the recipe on tensors that have shapes and no values, so shapes that depend on values, such as "
+            "x[mask] or nonzero(), are unknown. The run itself can still work. Use torch.where or multiply by the "
+            "mask; or measure the peak of a short run: max_steps=5."
         ) from error

@@ -1,15 +1,15 @@
 """Search for the fastest settings that fit a memory budget.
 
-Only settings that leave the training the same are varied: how activations, gradients and the loss are kept, and the split of a
-step's rows into micro-batches. Two settings change rounding: 8-bit moments for AdamW, and the output weight's gradient summed
-in the weight's dtype. Both are listed in the overrides.
+Only settings that leave the training the same are varied: how activations, gradients and the loss are kept, and the
+split of a step's rows into micro-batches. Two settings change rounding: 8-bit moments for AdamW, and the output
+weight's gradient summed in the weight's dtype. Both are listed in the overrides.
 
-Techniques form a ladder from the fastest to the smallest. Each rung takes less memory than the one before, so for each kind of
-optimizer state bisection finds the first rung that fits with at most three rehearsals. With a smaller state, only faster rungs are
-tried, and that rung.
+Techniques form a ladder from the fastest to the smallest. Each rung takes less memory than the one before, so for each
+kind of optimizer state bisection finds the first rung that fits with at most three rehearsals. With a smaller state,
+only faster rungs are tried, and that rung.
 
-Many devices also have layouts: copies or shards of the model, a gathered or sharded vocabulary. They are ordered by what they
-send. A layout is skipped after one rehearsal if its smallest settings do not fit.
+Many devices also have layouts: copies or shards of the model, a gathered or sharded vocabulary. They are ordered by
+what they send. A layout is skipped after one rehearsal if its smallest settings do not fit.
 """
 
 import math
@@ -169,10 +169,11 @@ def search_adapters(
     progress: Callable[[str], None] = lambda settings: None,
     machines: Machines = ONE_DEVICE,
 ) -> dict[str, Search]:
-    """Rehearse the recipe with LoRA and with QLoRA: as given, and if that does not fit, with techniques that save memory.
+    """Rehearse the recipe with LoRA and with QLoRA: as given, and if that does not fit, with techniques that save
+    memory.
 
-    Keys are the recipe with the overrides that turn the adapter on. full_finetune_single_device becomes finetune, which does the
-    same with an adapter. Empty for other recipes without `lora` settings, and for settings with an adapter.
+    Keys are the recipe with the overrides that turn the adapter on. full_finetune_single_device becomes finetune, which
+    does the same with an adapter. Empty for other recipes without `lora` settings, and for settings with an adapter.
     """
     if Path(recipe.__file__ or "") == recipes()["full_finetune_single_device"]:
         recipe = load_recipe(recipes()["finetune"])
@@ -217,8 +218,8 @@ def with_overrides(cfg: RecipeConfig, overrides: Overrides) -> RecipeConfig:
 
 
 def _layouts(machines: Machines) -> list[Overrides]:
-    """Layouts of the model, from the least communication to the least memory: a copy per device, a sharded copy per machine, one
-    sharded copy; sharded copies with the vocabulary gathered and sharded."""
+    """Layouts of the model, from the least communication to the least memory: a copy per device, a sharded copy per
+    machine, one sharded copy; sharded copies with the vocabulary gathered and sharded."""
     if machines.num_devices == 1:
         return [{}]
     copies = dict.fromkeys((machines.num_devices, machines.count, 1))

@@ -66,7 +66,8 @@ class PlannedStep(Observer):
         self._trace.memory.enter(WORKSPACE, "backward, at its start")
 
     def update(self, optimizer: Optimizer, states: Sequence[ParameterState]) -> None:
-        """Rehearse the update of the first parameter of each shape and dtype, and charge the launches and the time of all.
+        """Rehearse the update of the first parameter of each shape and dtype, and charge the launches and the time of
+        all.
 
         The time is that of memory traffic: gradients are read, states and weights are read and written.
         """

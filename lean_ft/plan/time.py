@@ -1,8 +1,9 @@
 """Estimate the time of a step's operations on a device.
 
-The time of an operation follows from its arithmetic, its memory traffic and its class (`Device.kernel_seconds`). The host launches
-kernels while the device computes, so a step takes at least the time of its launches. `Spent.ledger` lists the launches by module
-and operation. Copies to the host and collectives overlap with computation, and take the time of their links.
+The time of an operation follows from its arithmetic, its memory traffic and its class (`Device.kernel_seconds`). The
+host launches kernels while the device computes, so a step takes at least the time of its launches. `Spent.ledger` lists
+the launches by module and operation. Copies to the host and collectives overlap with computation, and take the time of
+their links.
 """
 
 import inspect
@@ -108,7 +109,8 @@ class Time:
         self.spent.ledger[place] = self.spent.ledger.get(place, Launches()).plus(launches)
 
     def current_module(self) -> str:
-        """Return the name of the module whose `forward` runs now. In backward: of the module whose forward made this gradient's node."""
+        """Return the name of the module whose `forward` runs now. In backward: of the module whose forward made this
+        gradient's node."""
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_name == "forward" and (module := _module_of(frame)) is not None:

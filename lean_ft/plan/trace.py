@@ -1,8 +1,9 @@
 """Count the memory and estimate the time of PyTorch code that runs on shapes.
 
-Under `FakeTensorMode` tensors have shapes, dtypes and lifetimes but no contents, so a training step of any model runs in
-seconds on any machine. `Trace` sees every operation, and counts its memory (`lean_ft.plan.memory`), its time
-(`lean_ft.plan.time`) and what it sends to other ranks (`lean_ft.plan.traffic`). A value that the host reads is 1 or True.
+Under `FakeTensorMode` tensors have shapes, dtypes and lifetimes but no contents, so a training step of any model runs
+in seconds on any machine. `Trace` sees every operation, and counts its memory (`lean_ft.plan.memory`), its time
+(`lean_ft.plan.time`) and what it sends to other ranks (`lean_ft.plan.traffic`). A value that the host reads is 1 or
+True.
 
 With several ranks, rank 0 is traced.
 """
@@ -100,7 +101,8 @@ class Trace(TorchDispatchMode):
         return Charge({} if kernel is None else {name: self.time.launches(kernel)}, module, found.temporary)
 
     def _cost_of_parts(self, run: Callable[[], Any], args: Any, result: Any) -> Charge:
-        """The launches of the operations that `run` calls, and the most memory that they take beside arguments and result."""
+        """The launches of the operations that `run` calls, and the most memory that they take beside arguments and
+        result."""
         apart = Trace(self.device)
         apart._decomposes = True  # inside an operation autograd does not, and `flatten` would hide a copy
         apart.time, before = self.time, self.time.spent
@@ -134,7 +136,8 @@ class Trace(TorchDispatchMode):
 
     @contextlib.contextmanager
     def fused_norms(self) -> Iterator[None]:
-        """Context manager in which an uncompiled RMSNorm is one kernel on a GPU, as PyTorch's, and backward another one or two."""
+        """Context manager in which an uncompiled RMSNorm is one kernel on a GPU, as PyTorch's, and backward another one
+        or two."""
         norm: Any = RMSNormFunction
 
         def counted(compute: Callable, ctx: Any, args: Any, number: int) -> Any:

@@ -33,7 +33,8 @@ class SentBytes(NamedTuple):
 
 
 def sent_by(func: Any, args: Any, devices_each: int) -> SentBytes | None:
-    """What an operator sends on machines with `devices_each` devices; None if it is no collective, or sends a few bytes."""
+    """What an operator sends on machines with `devices_each` devices; None if it is no collective, or sends a few
+    bytes."""
     name = func.overloadpacket.__name__
     if name not in _SENT:
         return None

@@ -51,7 +51,8 @@ def _zero(name: str, tensor: Tensor) -> None:
 
 
 class PlannedWorld(World):
-    """The world of a plan. Its tensors have no contents. They are on the CPU, and count as tensors of the planned device."""
+    """The world of a plan. Its tensors have no contents. They are on the CPU, and count as tensors of the planned
+    device."""
 
     def __init__(self, trace: Trace, num_sharing: int = 1, takes_step: bool = True) -> None:
         """`num_sharing`: devices that share each micro-batch."""
@@ -176,8 +177,8 @@ class LargestBatches:
         self._world, self._largest = world, largest
 
     def take(self, n: int) -> list[Any]:
-        """Rank 0's micro-batches of the step: at most two, which are charged the time of all. The second differs from the
-        first, because it adds to gradients; later ones are like the second."""
+        """Rank 0's micro-batches of the step: at most two, which are charged the time of all. The second differs from
+        the first, because it adds to gradients; later ones are like the second."""
         trace = self._world.trace
         with without_modes():
             largest = self._largest()

@@ -1,7 +1,9 @@
-"""Linear layers with torchao's quantized weights on a CPU, with products that do not dequantize the weight for each token.
+"""Linear layers with torchao's quantized weights on a CPU, with products that do not dequantize the weight for each
+token.
 
-`int8_dynamic_int8_weight`: oneDNN multiplies 8-bit integers. Inputs are rounded with one scale per token, as torchao does. The sums
-are exact, so a token does not depend on its batch. `int8` and `int4`: for few rows, PyTorch's kernels for quantized weights.
+`int8_dynamic_int8_weight`: oneDNN multiplies 8-bit integers. Inputs are rounded with one scale per token, as torchao
+does. The sums are exact, so a token does not depend on its batch. `int8` and `int4`: for few rows, PyTorch's kernels
+for quantized weights.
 
 One core of an AMD EPYC with AVX512-VNNI, weight 4864 x 896, in ms; oneDNN's product in bfloat16 takes 0.28 and 0.37:
 

@@ -1,15 +1,15 @@
 """Float8 matrix products in the layers' linear projections.
 
-Weights, gradients, optimizer state and activations keep their dtype. Each product rounds its two factors to float8 and sums in
-float32. On GPUs with float8 a product is up to 2x faster; memory hardly changes. Compile the layers too: without compilation,
-rounding takes longer than the products save.
+Weights, gradients, optimizer state and activations keep their dtype. Each product rounds its two factors to float8 and
+sums in float32. On GPUs with float8 a product is up to 2x faster; memory hardly changes. Compile the layers too:
+without compilation, rounding takes longer than the products save.
 
     trained weights  torchao's Float8Linear: a scale per tensor; e4m3 forward, e5m2 for gradients
-    frozen weights   of a model with adapters: a scale per row, e4m3 (`lean_ft.models.float8_product`). The adapter's own products
-                     keep the model's dtype
+    frozen weights   of a model with adapters: a scale per row, e4m3 (`lean_ft.models.float8_product`). The adapter's
+                     own products keep the model's dtype
 
-Source: torchao's float8 training; formats: Micikevicius et al. 2022, arXiv:2209.05433. Left out: routers, whose choices should
-not be rounded; experts, whose products are grouped; and the output layer, which has its own loss.
+Source: torchao's float8 training; formats: Micikevicius et al. 2022, arXiv:2209.05433. Left out: routers, whose choices
+should not be rounded; experts, whose products are grouped; and the output layer, which has its own loss.
 """
 
 from typing import Any
@@ -26,8 +26,8 @@ DIVISOR = 16  # float8 products need both sides of a matrix to be multiples of t
 def float8_products(model: nn.Module, *, emulate: bool = False) -> int:
     """Use float8 products in the linear projections inside the model's layers, and return their number.
 
-    emulate: round to float8, but multiply in the original dtype, for tests on any device. Raises ValueError if the device has
-    no float8 products, or no projection has sides that are multiples of 16.
+    emulate: round to float8, but multiply in the original dtype, for tests on any device. Raises ValueError if the
+    device has no float8 products, or no projection has sides that are multiples of 16.
     """
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
@@ -60,8 +60,8 @@ def float8_products(model: nn.Module, *, emulate: bool = False) -> int:
             changed += 1
     if not changed:
         raise ValueError(
-            f"memory.float8_products=true needs linear projections inside `layers` whose sides are multiples of {DIVISOR}; "
-            f"{type(model).__name__} has none. Set memory.float8_products=false."
+            "memory.float8_products=true needs linear projections inside `layers` whose sides are multiples of "
+            f"{DIVISOR}; {type(model).__name__} has none. Set memory.float8_products=false."
         )
     return changed
 

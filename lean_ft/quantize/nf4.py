@@ -23,8 +23,8 @@ def to_nf4(weight: Tensor) -> Frozen:
     form = Form("nf4", tuple(weight.shape), weight.dtype)
     if weight.dim() == 3 and weight[0].numel() % NF4_BLOCK:
         raise ValueError(
-            f"lora.quantize=nf4 quantizes blocks of {NF4_BLOCK} values, which do not divide this model's experts of shape "
-            f"{tuple(weight.shape[1:])}. Set lora.quantize=float8 or none."
+            f"lora.quantize=nf4 quantizes blocks of {NF4_BLOCK} values, which do not divide this model's experts of "
+            f"shape {tuple(weight.shape[1:])}. Set lora.quantize=float8 or none."
         )
     if weight.is_meta:
         num_scales = -(-weight.numel() // NF4_BLOCK)

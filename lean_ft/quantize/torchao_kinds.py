@@ -1,9 +1,11 @@
-"""8- and 4-bit quantization of the layers' projections by torchao, and quantization-aware training (QAT) with the same rounding.
+"""8- and 4-bit quantization of the layers' projections by torchao, and quantization-aware training (QAT) with the same
+rounding.
 
-`quantize` replaces the weights of linear projections inside the layers; embedding, output layer and norms stay. `save_quantized`
-writes a folder that `load_quantized` reads, and that transformers opens if torchao is installed. `fake_quantize` makes these projections round their weights (and
-for some kinds their inputs) as torchao's kernels do, and pass gradients straight through. The weights keep their dtype, so
-checkpoints are those of the original model, and `quantize` converts them as torchao's own conversion does.
+`quantize` replaces the weights of linear projections inside the layers; embedding, output layer and norms stay.
+`save_quantized` writes a folder that `load_quantized` reads, and that transformers opens if torchao is installed.
+`fake_quantize` makes these projections round their weights (and for some kinds their inputs) as torchao's kernels do,
+and pass gradients straight through. The weights keep their dtype, so checkpoints are those of the original model, and
+`quantize` converts them as torchao's own conversion does.
 
 All kinds run on a CPU and are tested there; kinds that torchao supports only on GPUs are not offered.
 
@@ -43,8 +45,8 @@ _NOT_QUANTIZED = ["lm_head", "score"]  # linear layers outside of `layers`, by t
 def quantize(model: Decoder, kind: str, group_size: int = 32) -> int:
     """Quantize the weights of the layers' projections in place, and return their number.
 
-    kind: as `quantize.kind` of the recipe. group_size: inputs that share a scale, for 4-bit weights. Raises ValueError if the
-    model's layers cannot be quantized this way.
+    kind: as `quantize.kind` of the recipe. group_size: inputs that share a scale, for 4-bit weights. Raises ValueError
+    if the model's layers cannot be quantized this way.
     """
     from torchao.quantization import quantize_
 
@@ -54,7 +56,8 @@ def quantize(model: Decoder, kind: str, group_size: int = 32) -> int:
 def fake_quantize(model: Decoder, cfg: RecipeConfig) -> None:
     """Prepare the model for training with the rounding of `quantize.train`, if set, as torchao's QATConfig does.
 
-    Raises ValueError with adapters, float8 products or several processes, and for layers that cannot be quantized this way.
+    Raises ValueError with adapters, float8 products or several processes, and for layers that cannot be quantized this
+    way.
     """
     quantization = cfg.group(QuantizeConfig)
     if quantization is None or quantization.train is None:
@@ -114,7 +117,8 @@ def is_quantized(folder: Path) -> bool:
 
 
 def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
-    """Load a folder that `save_quantized` wrote onto the CPU, frozen, with fast products where there are any (`fast_linear`).
+    """Load a folder that `save_quantized` wrote onto the CPU, frozen, with fast products where there are any
+    (`fast_linear`).
 
     Raises ValueError if the file is not as expected, or `dtype` is not the dtype in which the model was quantized.
     """
@@ -150,7 +154,8 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> Decoder:
 
 
 def _kind_of(folder: Path) -> tuple[str, int]:
-    """The kind and group size that `save_quantized` wrote to config.json. Raises ValueError for other settings of torchao."""
+    """The kind and group size that `save_quantized` wrote to config.json. Raises ValueError for other settings of
+    torchao."""
     from torchao.core.config import config_to_dict
 
     quant_type = read_json(folder / "config.json")["quantization_config"].get("quant_type")
@@ -164,9 +169,11 @@ def _kind_of(folder: Path) -> tuple[str, int]:
 
 
 def _check_pieces(file: Path, stored: Mapping[str, StoredTensor], like: Decoder, kind: str, group_size: int) -> None:
-    """Raise ValueError unless the file has the numbers, scales and zero points of each weight, in their shapes and dtypes.
+    """Raise ValueError unless the file has the numbers, scales and zero points of each weight, in their shapes and
+    dtypes.
 
-    like: the model on the meta device, which is quantized here for comparison. Wider or narrower floats are compared later.
+    like: the model on the meta device, which is quantized here for comparison. Wider or narrower floats are compared
+    later.
     """
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
@@ -190,8 +197,8 @@ def _check_pieces(file: Path, stored: Mapping[str, StoredTensor], like: Decoder,
 
 
 def save_quantized(model: Decoder, tokenizer: Tokenizer | None, folder: Path, kind: str, group_size: int) -> None:
-    """Write a quantized model in transformers' format for torchao: one safetensors file, and the quantization in config.json.
-    `folder` must exist."""
+    """Write a quantized model in transformers' format for torchao: one safetensors file, and the quantization in
+    config.json. `folder` must exist."""
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 

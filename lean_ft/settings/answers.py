@@ -73,8 +73,9 @@ class GenerationConfig(Settings):
     """With an environment that returns a reward for each turn: the factor from one turn's reward to the next. A
     completion's reward is their sum."""
     router_replay: bool = False
-    """Mixture of experts: record the experts that every token chooses while sampling, and use them in training too, with
-    weights from the present router. Rounding then changes no expert between sampling and training (R3, Ma et al. 2025)."""
+    """Mixture of experts: record the experts that every token chooses while sampling, and use them in training too,
+    with weights from the present router. Rounding then changes no expert between sampling and training (R3, Ma et al.
+    2025)."""
     engine: Literal["own", "vllm", "sglang"] = "own"
     """What samples the completions: the model that trains (`own`), or a vLLM or SGLang server beside it (see
     docs/online.md)."""
@@ -126,8 +127,8 @@ class ToolsConfig(Settings):
     model_config = ConfigDict(json_schema_extra={"list_of": "functions"})
 
     functions: list[Annotated[Literal["calculator"] | OwnFunction, AfterValidator(check_function)]] = Field([])
-    """Python functions with type hints and a docstring that describes each parameter: `my_tools.py:search`. `calculator` is
-    built in."""
+    """Python functions with type hints and a docstring that describes each parameter: `my_tools.py:search`.
+    `calculator` is built in."""
     process: bool = False
     """Run each call in a new process, which is killed after `seconds`. Python then starts once per call."""
     seconds: PositiveFloat = 30.0
@@ -162,8 +163,8 @@ class AskedModelConfig(ModelConfig):
     (`org/name` or `org/name@revision`), or `tiny`, the embedded model. `auto` is the base model of `adapter`."""
 
     images: Literal["auto", "none", "frozen"] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Whether the vision tower is loaded, so that prompts may have images. `auto`: if the model has one that lean_ft knows,
-    and a file of its image processor. `none` saves its memory."""
+    """Whether the vision tower is loaded, so that prompts may have images. `auto`: if the model has one that lean_ft
+    knows, and a file of its image processor. `none` saves its memory."""
 
     @model_validator(mode="after")
     def _does_not_train(self) -> "AskedModelConfig":

@@ -35,8 +35,8 @@ Device = Annotated[
 def _has_no_control_characters(name: Any) -> Any:
     if on_one_line(str(name)) != str(name):
         raise ValueError(
-            f"expected a path or a name on one line without control characters, found {str(name)!r}. Rename it: scripts, "
-            "terminals and other programs that get this name could run a part of it."
+            f"expected a path or a name on one line without control characters, found {str(name)!r}. Rename it: "
+            "scripts, terminals and other programs that get this name could run a part of it."
         )
     return name
 
@@ -93,8 +93,8 @@ class Settings(BaseModel):
             field.description = " ".join((field.description or "").split()) or None
 
     def without_contents(self) -> Self:
-        """The same settings for a step of the same shapes that reads no rows, draws no numbers and calls no function of the
-        user. Plans take such a step."""
+        """The same settings for a step of the same shapes that reads no rows, draws no numbers and calls no function of
+        the user. Plans take such a step."""
         return self
 
 

@@ -1,8 +1,8 @@
 """Table of conflicting settings, checked when a recipe's configuration is built.
 
-Recipes, `leanft validate` and `leanft plan` therefore reject the same combinations. A row applies to recipes that have all
-of its groups. Each group checks conflicts among its own settings. Conflicts with the model, the data or the machine are
-checked when those are loaded.
+Recipes, `leanft validate` and `leanft plan` therefore reject the same combinations. A row applies to recipes that have
+all of its groups. Each group checks conflicts among its own settings. Conflicts with the model, the data or the machine
+are checked when those are loaded.
 """
 
 import inspect
@@ -95,8 +95,8 @@ CONFLICTS = [
     ),
     Conflict(
         lambda recipe: recipe.profile and recipe.max_steps is not None and recipe.max_steps < sum(recipe.profile_steps),
-        "profile=true needs the steps of profile_steps={recipe.profile_steps} together, and max_steps={recipe.max_steps} is "
-        "less. Set a larger max_steps or smaller profile_steps.",
+        "profile=true needs the steps of profile_steps={recipe.profile_steps} together, and "
+        "max_steps={recipe.max_steps} is less. Set a larger max_steps or smaller profile_steps.",
     ),
     Conflict(
         lambda policy_loss: _differs(policy_loss, "kl") and not policy_loss.kl_weight,
@@ -116,8 +116,8 @@ CONFLICTS = [
     *(
         Conflict(
             lambda recipe, name=name: recipe.most_kept is None and getattr(recipe, name),
-            f"{name} keeps more than the newest checkpoints, and keep_last=null keeps all of them. Set keep_last (1 keeps "
-            f"the newest), or remove {name}.",
+            f"{name} keeps more than the newest checkpoints, and keep_last=null keeps all of them. Set keep_last (1 "
+            f"keeps the newest), or remove {name}.",
         )
         for name in ("keep_every", "keep_best")
     ),
@@ -125,18 +125,20 @@ CONFLICTS = [
         lambda recipe: (
             recipe.keep_best and recipe.save_every and not _is_multiple(recipe.save_every, recipe.eval_every)
         ),
-        "keep_best={recipe.keep_best} compares checkpoints by their held-out loss, and with save_every={recipe.save_every} "
-        "and eval_every={recipe.eval_every} some would have none. Set save_every to a multiple of eval_every.",
+        "keep_best={recipe.keep_best} compares checkpoints by their held-out loss, and with "
+        "save_every={recipe.save_every} and eval_every={recipe.eval_every} some would have none. Set save_every to a "
+        "multiple of eval_every.",
     ),
     Conflict(
         lambda recipe: recipe.stop_after_evals and not recipe.eval_every,
-        "stop_after_evals={recipe.stop_after_evals} compares evaluations, and with eval_every=0 there is only the last. Set "
-        "eval_every (epoch evaluates after each epoch), or remove it.",
+        "stop_after_evals={recipe.stop_after_evals} compares evaluations, and with eval_every=0 there is only the "
+        "last. Set eval_every (epoch evaluates after each epoch), or remove it.",
     ),
     *(
         Conflict(
             lambda recipe, prompt_data, name=name: getattr(recipe, name),
-            f"{name}={{recipe.{name}}} {reads}, but this recipe evaluates the rewards of sampled completions. Remove it.",
+            f"{name}={{recipe.{name}}} {reads}, but this recipe evaluates the rewards of sampled completions. Remove "
+            "it.",
         )
         for name, reads in (
             ("keep_best", "compares held-out losses"),
@@ -146,13 +148,15 @@ CONFLICTS = [
     ),
     Conflict(
         lambda recipe, score_loss: recipe.eval_answers,
-        "eval_answers={recipe.eval_answers} asks the model for answers, but this model gives scores and no text. Remove it.",
+        "eval_answers={recipe.eval_answers} asks the model for answers, but this model gives scores and no text. "
+        "Remove it.",
     ),
     # Data
     *(
         Conflict(
             lambda data, name=name: not data.reads_chats and _differs(data, name),
-            f"data.{name}={{data.{name}}} is for chats and prompts, and this recipe reads texts as they are. Remove it.",
+            f"data.{name}={{data.{name}}} is for chats and prompts, and this recipe reads texts as they are. Remove "
+            "it.",
         )
         for name in ("chat", "chat_template", "chat_template_kwargs", "system", "separator")
     ),
@@ -164,13 +168,13 @@ CONFLICTS = [
     ),
     Conflict(
         lambda model, parallel: model.images != "none" and parallel.context > 1,
-        "parallel.context={parallel.context} divides the tokens of an image, which model.images={model.images} does not "
-        "support. Set parallel.context=1.",
+        "parallel.context={parallel.context} divides the tokens of an image, which model.images={model.images} does "
+        "not support. Set parallel.context=1.",
     ),
     Conflict(
         lambda model, parallel: model.images != "none" and parallel.tensor > 1,
-        "parallel.tensor={parallel.tensor} divides the tokens of an image, which model.images={model.images} does not support. "
-        "Set parallel.tensor=1.",
+        "parallel.tensor={parallel.tensor} divides the tokens of an image, which model.images={model.images} does not "
+        "support. Set parallel.tensor=1.",
     ),
     Conflict(
         lambda model, generation: model.images != "none" and generation.engine != "own",
@@ -180,38 +184,39 @@ CONFLICTS = [
     # The optimizer
     Conflict(
         lambda recipe, optimizer: optimizer.in_backward and recipe.clip_grad_norm is not None,
-        "clip_grad_norm={recipe.clip_grad_norm:g} needs every gradient before any update, but optimizer.in_backward=true "
-        "updates during backward. Set clip_grad_norm=null (optimizer.update_clipping=true limits each tensor's update with "
-        f"{_names(CLIPPING_RULES)}), or set optimizer.in_backward=false.",
+        "clip_grad_norm={recipe.clip_grad_norm:g} needs every gradient before any update, but "
+        "optimizer.in_backward=true updates during backward. Set clip_grad_norm=null (optimizer.update_clipping=true "
+        f"limits each tensor's update with {_names(CLIPPING_RULES)}), or set optimizer.in_backward=false.",
     ),
     Conflict(
         lambda model, optimizer: optimizer.in_backward and model.dtype == "float16",
-        "model.dtype=float16 needs every gradient before any update, to detect overflow, but optimizer.in_backward=true "
-        "updates during backward. Set model.dtype=bfloat16, or set optimizer.in_backward=false.",
+        "model.dtype=float16 needs every gradient before any update, to detect overflow, but "
+        "optimizer.in_backward=true updates during backward. Set model.dtype=bfloat16, or set "
+        "optimizer.in_backward=false.",
     ),
     Conflict(
         lambda optimizer: optimizer.update_clipping and optimizer.name not in CLIPPING_RULES,
-        "optimizer.update_clipping=true needs AdamW's second moment, which optimizer.name={optimizer.name} does not keep "
-        "for every tensor (adafactor already limits its updates). Set optimizer.update_clipping=false, or set "
+        "optimizer.update_clipping=true needs AdamW's second moment, which optimizer.name={optimizer.name} does not "
+        "keep for every tensor (adafactor already limits its updates). Set optimizer.update_clipping=false, or set "
         f"{_names(CLIPPING_RULES)}.",
     ),
     Conflict(
         lambda optimizer: optimizer.momentum is not None and optimizer.name not in ("sgd", "muon"),
-        "optimizer.momentum={optimizer.momentum:g} is for optimizer.name=sgd|muon; {optimizer.name} would ignore it. Remove "
-        "it. AdamW's momentum is the first of optimizer.betas.",
+        "optimizer.momentum={optimizer.momentum:g} is for optimizer.name=sgd|muon; {optimizer.name} would ignore it. "
+        "Remove it. AdamW's momentum is the first of optimizer.betas.",
     ),
     *(
         Conflict(
             lambda optimizer, name=name: optimizer.name not in ADAMW_RULES and _differs(optimizer, name),
-            f"optimizer.{name}={{optimizer.{name}}} is for AdamW; {{optimizer.name}} would ignore it. Remove it, or set "
-            f"{_names(ADAMW_RULES)}.",
+            f"optimizer.{name}={{optimizer.{name}}} is for AdamW; {{optimizer.name}} would ignore it. Remove it, or "
+            f"set {_names(ADAMW_RULES)}.",
         )
         for name in ("betas", "eps")
     ),
     Conflict(
         lambda optimizer: optimizer.state == "paged" and optimizer.name not in BITSANDBYTES_RULES,
-        "optimizer.state=paged works only with bitsandbytes' kernel, which does not update optimizer.name={optimizer.name}. "
-        "Set optimizer.state=streamed, or optimizer.name=adamw_8bit.",
+        "optimizer.state=paged works only with bitsandbytes' kernel, which does not update "
+        "optimizer.name={optimizer.name}. Set optimizer.state=streamed, or optimizer.name=adamw_8bit.",
     ),
     Conflict(
         lambda optimizer: optimizer.state == "streamed" and optimizer.name == "paged_adamw_8bit",
@@ -221,21 +226,22 @@ CONFLICTS = [
     # Memory
     Conflict(
         lambda memory: memory.frozen_embeddings == "host" and memory.tied_gradient == "host",
-        "memory.frozen_embeddings=host is for embeddings that are not trained, and memory.tied_gradient=host is for their "
-        "gradient. Remove one of them.",
+        "memory.frozen_embeddings=host is for embeddings that are not trained, and memory.tied_gradient=host is for "
+        "their gradient. Remove one of them.",
     ),
     Conflict(
         lambda recipe, memory: (
             memory.experts == "streamed" and (memory.activation_checkpointing != "full" or recipe.compile)
         ),
-        "memory.experts=streamed copies experts again when a layer is recomputed for its backward pass, and only between the "
-        "operations of a layer that is not compiled. Set memory.activation_checkpointing=full and compile=false, or "
-        "memory.experts=device.",
+        "memory.experts=streamed copies experts again when a layer is recomputed for its backward pass, and only "
+        "between the operations of a layer that is not compiled. Set memory.activation_checkpointing=full and "
+        "compile=false, or memory.experts=device.",
     ),
     *(
         Conflict(
             lambda memory, score_loss, name=name, default=default: getattr(memory, name) != default,
-            f"memory.{name}={{memory.{name}}} is for the logits of a language model, and this model has none. Remove it.",
+            f"memory.{name}={{memory.{name}}} is for the logits of a language model, and this model has none. Remove "
+            "it.",
         )
         for name, default in (
             ("loss_chunk_tokens", "auto"),
@@ -246,8 +252,8 @@ CONFLICTS = [
     # Reference models
     Conflict(
         lambda reference, pair_loss: reference.kind not in ("auto", "none") and not pair_loss.needs_reference,
-        "reference.kind={reference.kind}, but with loss.name={pair_loss.name} nothing reads a reference. Remove it, or choose "
-        "another loss.name.",
+        "reference.kind={reference.kind}, but with loss.name={pair_loss.name} nothing reads a reference. Remove it, "
+        "or choose another loss.name.",
     ),
     Conflict(
         lambda reference, loss: reference.kind not in ("auto", "none") and loss.divergence_weight == 0,
@@ -256,20 +262,20 @@ CONFLICTS = [
     ),
     Conflict(
         lambda reference, loss: reference.kind == "none" and loss.divergence_weight,
-        "reference.kind=none, but loss.kl_weight={loss.divergence_weight:g} needs a reference model. Set reference.kind=model, "
-        "streamed or nf4, or loss.kl_weight=0.",
+        "reference.kind=none, but loss.kl_weight={loss.divergence_weight:g} needs a reference model. Set "
+        "reference.kind=model, streamed or nf4, or loss.kl_weight=0.",
     ),
     Conflict(
         lambda recipe, reference, loss: (
             reference.kind == "adapter_off" and loss.needs_reference and recipe.group(LoRAConfig) is None
         ),
-        "reference.kind=adapter_off needs an adapter, but lora is null: training changes all parameters of the model. Set "
-        "reference.kind=model, or turn lora on.",
+        "reference.kind=adapter_off needs an adapter, but lora is null: training changes all parameters of the model. "
+        "Set reference.kind=model, or turn lora on.",
     ),
     Conflict(
         lambda reference, generation, loss: reference.kind == "cached" and loss.needs_reference,
-        "reference.kind=cached cannot be used here: completions are sampled again in every round. Set reference.kind=model, "
-        "streamed or nf4, or turn lora on.",
+        "reference.kind=cached cannot be used here: completions are sampled again in every round. Set "
+        "reference.kind=model, streamed or nf4, or turn lora on.",
     ),
     # Distillation
     Conflict(
@@ -287,13 +293,14 @@ CONFLICTS = [
     ),
     Conflict(
         lambda distill, data: distill.on_policy and (data.packs_rows or data.batch_tokens is not None),
-        "distill.on_policy={distill.on_policy:g} samples completions of unknown length, but data.packing={data.packing} and "
-        "data.batch_tokens={data.batch_tokens} fill batches by length. Set data.packing=none or padding_free, and batch_size.",
+        "distill.on_policy={distill.on_policy:g} samples completions of unknown length, but "
+        "data.packing={data.packing} and data.batch_tokens={data.batch_tokens} fill batches by length. Set "
+        "data.packing=none or padding_free, and batch_size.",
     ),
     Conflict(
         lambda distill, sft_data: distill.on_policy and sft_data.train_on == "all",
-        "distill.on_policy={distill.on_policy:g} needs prompts, but with data.train_on=all a document is trained from its "
-        "start. Set data.train_on=assistant, or distill.on_policy=0.",
+        "distill.on_policy={distill.on_policy:g} needs prompts, but with data.train_on=all a document is trained from "
+        "its start. Set data.train_on=assistant, or distill.on_policy=0.",
     ),
     # Sampled completions
     Conflict(
@@ -311,18 +318,18 @@ CONFLICTS = [
     ),
     Conflict(
         lambda generation, policy_loss: policy_loss.correction == "none" and generation.engine != "own",
-        "generation.engine={generation.engine} rounds differently, so it samples from other probabilities than the trained "
-        "ones. Set loss.correction=token_truncate.",
+        "generation.engine={generation.engine} rounds differently, so it samples from other probabilities than the "
+        "trained ones. Set loss.correction=token_truncate.",
     ),
     Conflict(
         lambda generation, ppo_loss: generation.narrows or generation.engine != "own",
-        "generation.top_k, top_p, min_p and engine sample from other probabilities than the trained ones, which this recipe "
-        "does not correct. Remove them.",
+        "generation.top_k, top_p, min_p and engine sample from other probabilities than the trained ones, which this "
+        "recipe does not correct. Remove them.",
     ),
     Conflict(
         lambda generation, ppo_loss: generation.most_attempts > 1,
-        "generation.most_attempts={generation.most_attempts} compares the completions of a prompt, but this recipe compares "
-        "each with its expected value. Set it to 1.",
+        "generation.most_attempts={generation.most_attempts} compares the completions of a prompt, but this recipe "
+        "compares each with its expected value. Set it to 1.",
     ),
     Conflict(
         lambda generation: generation.router_replay and generation.engine != "own",
@@ -332,8 +339,8 @@ CONFLICTS = [
     *(
         Conflict(
             lambda recipe, generation, name=name: _differs(generation, name) and not recipe.has_turns,
-            f"generation.{name}={{generation.{name}}} is used only with tools or an environment. Set tools or environment, or "
-            f"remove generation.{name}.",
+            f"generation.{name}={{generation.{name}}} is used only with tools or an environment. Set tools or "
+            f"environment, or remove generation.{name}.",
         )
         for name in ("max_given_tokens", "turn_discount")
     ),
@@ -347,23 +354,23 @@ CONFLICTS = [
     ),
     Conflict(
         lambda generation: generation.engine == "sglang" and generation.narrows,
-        "generation.engine=sglang returns log-probabilities before top_k, top_p and min_p, so they are not those of the "
-        "sampled distribution. Remove these settings, or set generation.engine=vllm.",
+        "generation.engine=sglang returns log-probabilities before top_k, top_p and min_p, so they are not those of "
+        "the sampled distribution. Remove these settings, or set generation.engine=vllm.",
     ),
     Conflict(
         lambda generation: generation.ahead and generation.engine == "own",
-        "generation.ahead=1 samples while the model trains, and with generation.engine=own both need the same device and "
-        "weights. Set generation.engine=vllm or sglang, or remove generation.ahead.",
+        "generation.ahead=1 samples while the model trains, and with generation.engine=own both need the same device "
+        "and weights. Set generation.engine=vllm or sglang, or remove generation.ahead.",
     ),
     Conflict(
         lambda generation, tools: generation.ahead and tools.functions and not tools.process,
-        "generation.ahead=1 calls tools while this process trains, so their changes of its random generators cannot be undone. "
-        "Set tools.process=true, or remove generation.ahead.",
+        "generation.ahead=1 calls tools while this process trains, so their changes of its random generators cannot "
+        "be undone. Set tools.process=true, or remove generation.ahead.",
     ),
     Conflict(
         lambda recipe, generation: generation.ahead and recipe.environment is not None,
-        "generation.ahead=1 would run environment={recipe.environment} while this process trains, so its changes of the random "
-        "generators could not be undone. Remove generation.ahead.",
+        "generation.ahead=1 would run environment={recipe.environment} while this process trains, so its changes of "
+        "the random generators could not be undone. Remove generation.ahead.",
     ),
     Conflict(
         lambda recipe, model: recipe.has_turns and model.images != "none",
@@ -378,7 +385,8 @@ CONFLICTS = [
             recipe.environment is None
             and "environment" in [getattr(reward, "function", reward) for reward in recipe.rewards]
         ),
-        "rewards=[environment] is the reward of an environment, and there is none. Set environment, or remove it from rewards.",
+        "rewards=[environment] is the reward of an environment, and there is none. Set environment, or remove it from "
+        "rewards.",
     ),
     Conflict(
         lambda recipe, tools: tools.process and recipe.environment is not None and not tools.functions,
@@ -389,8 +397,8 @@ CONFLICTS = [
         lambda generation, optimizer: (
             generation.offload_training_state and (optimizer.state != "device" or optimizer.name == "paged_adamw_8bit")
         ),
-        "generation.offload_training_state=true, but optimizer.state={optimizer.state} of {optimizer.name} is always in host "
-        "memory. Remove generation.offload_training_state.",
+        "generation.offload_training_state=true, but optimizer.state={optimizer.state} of {optimizer.name} is always "
+        "in host memory. Remove generation.offload_training_state.",
     ),
     Conflict(
         lambda recipe, data, unpaired_loss: (
@@ -399,8 +407,8 @@ CONFLICTS = [
             and data.batch_tokens is None
             and data.packing != "bfd"
         ),
-        "batch_size=1: kto needs another completion in each micro-batch for its baseline. Set batch_size to 2 or more (8 "
-        "gives a steadier baseline), or use loss.name=apo_zero_unpaired or bco.",
+        "batch_size=1: kto needs another completion in each micro-batch for its baseline. Set batch_size to 2 or more "
+        "(8 gives a steadier baseline), or use loss.name=apo_zero_unpaired or bco.",
     ),
 ]
 

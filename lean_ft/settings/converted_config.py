@@ -1,7 +1,8 @@
 """Presets from configurations of torchtune, axolotl and LLaMA-Factory, by assets/other_tools.yaml.
 
-Each key of a configuration is converted by its row, or gets a remark with the reason. Rows apply in the order of the table: of
-two keys for one of our settings, the later row wins, and a remark names both. Null and false without a row of their own need no remark.
+Each key of a configuration is converted by its row, or gets a remark with the reason. Rows apply in the order of the
+table: of two keys for one of our settings, the later row wins, and a remark names both. Null and false without a row of
+their own need no remark.
 """
 
 import re
@@ -114,7 +115,8 @@ class Preset:
         return f"{name}: {to_yaml(value, flow=True)}" + (f" ({meaning})" if meaning else "")
 
     def _answer(self, key: str, value: Any) -> Equivalent | None:
-        """Return the row's answer, of a component by its full or last name. A part of a group takes the verdict on the group."""
+        """Return the row's answer, of a component by its full or last name. A part of a group takes the verdict on the
+        group."""
         text, row = as_text(value), table(self.tool).get(key)
         if key.endswith("_component_") and isinstance(row, dict) and text.lower() not in by_lower_value(row):
             text = text.rpartition(".")[2]
@@ -159,7 +161,8 @@ class Preset:
         self.settings[ours], self.set_by[ours] = value, key
 
     def take_sources(self, key: str, ours: str, entries: list[Any]) -> None:
-        """Set data.source or data.validation_source to the paths of data sets, and remark on what describes their rows."""
+        """Set data.source or data.validation_source to the paths of data sets, and remark on what describes their
+        rows."""
         sources = []
         for entry in [{"path": entry} if isinstance(entry, str) else entry for entry in entries]:
             if not isinstance(entry, dict):
@@ -181,7 +184,8 @@ class Preset:
         self.converted.append(key)
 
     def leave_refused_out(self) -> None:
-        """Leave out settings whose values the recipe refuses, and remark on them, on missing ones and on those that conflict."""
+        """Leave out settings whose values the recipe refuses, and remark on them, on missing ones and on those that
+        conflict."""
         config = catalog.load_recipe(catalog.recipes()[self.recipe]).Config
         problems, missing = problems_of(config, self.nested())
         while refused := list(self._refused(problems)):
@@ -227,9 +231,9 @@ def convert_config(file: Path) -> Preset:
     tool = _tool_of(read)
     if tool is None or (tool == "torchtune" and not read.keys() >= _TORCHTUNE):
         raise ValueError(
-            f"{file} is not a training configuration of torchtune (model, checkpointer, dataset and optimizer), axolotl "
-            "(base_model) or LLaMA-Factory (model_name_or_path and stage). PPO of torchtune is not supported. For "
-            "TRL and unsloth see docs/coming_from_trl.md and docs/coming_from_others.md."
+            f"{file} is not a training configuration of torchtune (model, checkpointer, dataset and optimizer), "
+            "axolotl (base_model) or LLaMA-Factory (model_name_or_path and stage). PPO of torchtune is not supported. "
+            "For TRL and unsloth see docs/coming_from_trl.md and docs/coming_from_others.md."
         )
     try:
         preset, theirs = Preset(tool), flat(read)
@@ -249,8 +253,8 @@ def refuse_other_tools(preset: Path) -> None:
     """Raise ValueError with the command that converts it, if `preset` is a configuration of another tool."""
     if tool := _tool_of(read_yaml_file(preset)[0]):
         raise ValueError(
-            f"{preset} is a configuration of {tools()[tool]['title']}. Convert it: leanft convert-config {quote(str(preset))} "
-            "-o converted.yaml, and then leanft run converted.yaml"
+            f"{preset} is a configuration of {tools()[tool]['title']}. Convert it: leanft convert-config "
+            f"{quote(str(preset))} -o converted.yaml, and then leanft run converted.yaml"
         )
 
 
@@ -319,7 +323,8 @@ def plain(value: Any) -> Any:
 
 
 def _value(text: str, theirs: Any) -> Any:
-    """Return a value of ours, such as `[VALUE]`, for a value of theirs. 500.0 is 500, and `a, b` is a list where ours is."""
+    """Return a value of ours, such as `[VALUE]`, for a value of theirs. 500.0 is 500, and `a, b` is a list where ours
+    is."""
     if text == f"[{VALUE}]":
         parts = [part.strip() for part in theirs.split(",")] if isinstance(theirs, str) else [theirs]
         return theirs if isinstance(theirs, list) else parts

@@ -106,8 +106,8 @@ class RowsConfig(Settings):
         if "[" in self.split and unsaid is not None:
             path = unsaid if isinstance(unsaid, str) else unsaid.path
             raise ValueError(
-                f"split={self.split} is a part of source, and validation_source={path} has no split. Set the held-out part: "
-                f"validation_source=[{{path: {path}, split: 'train[95%:]'}}], or split: train for all rows."
+                f"split={self.split} is a part of source, and validation_source={path} has no split. Set the held-out "
+                f"part: validation_source=[{{path: {path}, split: 'train[95%:]'}}], or split: train for all rows."
             )
         return self
 
@@ -138,8 +138,8 @@ class PromptDataConfig(RowsConfig):
         formats = {self.format, *(item.format for item in items)} - {"auto", None}
         if formats:
             raise ValueError(
-                f"format={min(map(str, formats))} is not supported: prompts are read from the field prompt or messages. Remove "
-                "format, and rename fields with data.columns."
+                f"format={min(map(str, formats))} is not supported: prompts are read from the field prompt or "
+                "messages. Remove format, and rename fields with data.columns."
             )
         return self
 
@@ -199,8 +199,8 @@ class DataConfig(RowsConfig):
         return self.max_length if self.packing in ("none", "bfd") else None
 
     def importable(self) -> "DataConfig":
-        """The same settings without those of a recipe's own class, which worker processes cannot import. An objective of your own
-        gets them all."""
+        """The same settings without those of a recipe's own class, which worker processes cannot import. An objective
+        of your own gets them all."""
         if not isinstance(self.objective, str):
             return self
         kind = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
@@ -210,24 +210,24 @@ class DataConfig(RowsConfig):
     def _check_packing(self) -> "DataConfig":
         if self.longest is None and self.overflow != "truncate":
             raise ValueError(
-                f"overflow={self.overflow} cannot be combined with packing={self.packing}, which splits or keeps long rows. "
-                "Remove overflow, or set packing=bfd or packing=none."
+                f"overflow={self.overflow} cannot be combined with packing={self.packing}, which splits or keeps long "
+                "rows. Remove overflow, or set packing=bfd or packing=none."
             )
         if self.batch_tokens is not None and self.packing != "none":
             raise ValueError(
-                f"batch_tokens={self.batch_tokens} cannot be combined with packing={self.packing}. Set packing=none, or remove "
-                "batch_tokens and set batch_size."
+                f"batch_tokens={self.batch_tokens} cannot be combined with packing={self.packing}. Set packing=none, "
+                "or remove batch_tokens and set batch_size."
             )
         if self.batch_tokens is not None and not self.shuffle:
             raise ValueError(
-                f"batch_tokens={self.batch_tokens} groups rows of similar length, and shuffle=false keeps the order of the "
-                "files. Remove one of them."
+                f"batch_tokens={self.batch_tokens} groups rows of similar length, and shuffle=false keeps the order of "
+                "the files. Remove one of them."
             )
         if self.batch_tokens is not None and self.batch_tokens < self.max_length * len(self.sides):
             times = f" for each of {len(self.sides)} answers" if len(self.sides) > 1 else ""
             raise ValueError(
-                f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}{times}, so the longest row would "
-                "not fit into a batch. Raise batch_tokens or lower max_length."
+                f"batch_tokens={self.batch_tokens} is less than max_length={self.max_length}{times}, so the longest "
+                "row would not fit into a batch. Raise batch_tokens or lower max_length."
             )
         return self
 
@@ -263,8 +263,8 @@ class AnswerDataConfig(DataConfig):
     def _keeps_answers_whole(self) -> "AnswerDataConfig":
         if self.packing in ("bfd_split", "wrapped"):
             raise ValueError(
-                f"packing={self.packing} cuts sequences, and the answers of a pair are compared whole. Set packing=bfd, "
-                "packing=padding_free or packing=none."
+                f"packing={self.packing} cuts sequences, and the answers of a pair are compared whole. Set "
+                "packing=bfd, packing=padding_free or packing=none."
             )
         return self
 

@@ -1,7 +1,8 @@
-"""Descriptions of a recipe's settings, from the JSON schema of its `Config`: names, types in words, defaults and meaning.
+"""Descriptions of a recipe's settings, from the JSON schema of its `Config`: names, types in words, defaults and
+meaning.
 
-`leanft cat` prints them as a commented preset, `leanft run RECIPE --help` as a line each, and `lean_ft.settings.text` reads
-values as the schema says.
+`leanft cat` prints them as a commented preset, `leanft run RECIPE --help` as a line each, and `lean_ft.settings.text`
+reads values as the schema says.
 """
 
 import textwrap
@@ -38,7 +39,8 @@ class _PresetSchema(GenerateJsonSchema):
 
 
 def config_schema(config_class: type[BaseModel]) -> Schema:
-    """Return the JSON schema of a recipe's presets, for editors. It requires no key: the command line may set the rest."""
+    """Return the JSON schema of a recipe's presets, for editors. It requires no key: the command line may set the
+    rest."""
     schema = config_class.model_json_schema(schema_generator=_PresetSchema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -103,8 +105,8 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequen
 
 
 def one_line_each(config_class: type[BaseModel]) -> str:
-    """Return a line per setting: `key=default`, or `key=...` for a required setting, and its type in words. Required settings
-    come first, then common ones, then the others by group."""
+    """Return a line per setting: `key=default`, or `key=...` for a required setting, and its type in words. Required
+    settings come first, then common ones, then the others by group."""
     parts: dict[str, list[str]] = {"Required": [], "Often changed": []}
     settings = all_settings(config_class)
     for s in in_reading_order(settings):
@@ -118,8 +120,8 @@ def one_line_each(config_class: type[BaseModel]) -> str:
 
 
 def in_reading_order(settings: dict[str, Setting]) -> list[Setting]:
-    """Return settings and groups with those first that are required or have a required setting, then common ones, then groups,
-    and engine settings last."""
+    """Return settings and groups with those first that are required or have a required setting, then common ones, then
+    groups, and engine settings last."""
     first = [key for key, setting in settings.items() if setting.required]
     first += [key for key in COMMON if key in settings]
     numbers = {key: number for number, key in enumerate(settings)}

@@ -37,8 +37,8 @@ class MemoryConfig(Settings):
     """Embeddings that are not trained: `host` keeps them in pinned host memory, from which the GPU reads the rows of a
     batch. An output layer with the same weight is copied to the GPU for each loss."""
     experts: Literal["device", "streamed"] = "device"
-    """Frozen experts of a mixture on a GPU: `streamed` keeps them in pinned host memory and copies them to the GPU layer by
-    layer, in both passes. Needs activation_checkpointing=full and compile=false."""
+    """Frozen experts of a mixture on a GPU: `streamed` keeps them in pinned host memory and copies them to the GPU
+    layer by layer, in both passes. Needs activation_checkpointing=full and compile=false."""
     float8_products: bool = False
     """GPU with float8: compute the layers' linear projections in 8 bits. Faster and less exact; best with compile=true.
     With adapters, the frozen weights multiply in 8 bits."""
@@ -46,16 +46,17 @@ class MemoryConfig(Settings):
     """Dtype that accumulates the output weight's gradient over chunks: `float32`, or the weight's own dtype, which
     takes half the memory and rounds once per chunk."""
     attention: Literal["auto", "flash2", "own", "eager"] = "auto"
-    """GPU: the kernel of attention. `auto`: PyTorch's newest FlashAttention kernels of the card whose package is installed (3 on
-    Hopper, 4 on Blackwell), else `flash2`, those that PyTorch contains. Layers that these lack (soft caps, heads over 256
-    features) use `own`, Triton kernels of lean_ft. `eager`: blocks of PyTorch operations, slow."""
+    """GPU: the kernel of attention. `auto`: PyTorch's newest FlashAttention kernels of the card whose package is
+    installed (3 on Hopper, 4 on Blackwell), else `flash2`, those that PyTorch contains. Layers that these lack (soft
+    caps, heads over 256 features) use `own`, Triton kernels of lean_ft. `eager`: blocks of PyTorch operations, slow."""
     host_pool: bool | None = None
     """CPU: use a caching allocator that keeps freed memory for later tensors, so that steps do not wait for new pages.
     Needs Linux and a C++ compiler. null: true if available."""
 
 
 class ParallelConfig(Settings):
-    """How processes share the model and the data; no effect with one process. `leanft run --nproc-per-node N` starts N."""
+    """How processes share the model and the data; no effect with one process. `leanft run --nproc-per-node N` starts
+    N."""
 
     replicate: PositiveInt = 1
     """Number of copies of the model. Each copy is sharded over `shard` processes. As many copies as processes is DDP,

@@ -23,7 +23,8 @@ from lean_ft.system.spelling import did_you_mean
 
 
 def hint_for_name(name: str, value: Any, settings: Mapping[str, Setting]) -> str:
-    """Return the end of a message for a name that is no setting: what replaces it, or the nearest name; empty for neither."""
+    """Return the end of a message for a name that is no setting: what replaces it, or the nearest name; empty for
+    neither."""
     found, sentence = replacement(name, as_text(value), settings)
     if found or sentence:
         return _hint(assigned(found, as_text(value), name in settings), sentence)

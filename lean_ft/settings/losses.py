@@ -64,14 +64,15 @@ class NamedLossConfig(ReferencedLossConfig):
             if self.name not in self.losses or name not in self.losses[self.name].reads:
                 whose = ", ".join(loss for loss, facts in self.losses.items() if name in facts.reads)
                 raise ValueError(
-                    f"{name}={value:g} has no effect with the loss {self.name}, only with {whose}. Remove it, or choose another "
-                    "loss."
+                    f"{name}={value:g} has no effect with the loss {self.name}, only with {whose}. Remove it, or "
+                    "choose another loss."
                 )
         return self
 
     @classmethod
     def check(cls, loss: str, given: dict[str, float]) -> None:
-        """Raise ValueError for arguments of a loss's function that it does not read, or out of the ranges of the fields."""
+        """Raise ValueError for arguments of a loss's function that it does not read, or out of the ranges of the
+        fields."""
         reads = cls.losses[loss].reads if loss in cls.losses else ()
         readable = ["beta"] * ("beta" in cls.model_fields) + [*reads]
         for name in given:
@@ -343,8 +344,8 @@ class DistillConfig(Settings):
     def _is_read(self) -> "DistillConfig":
         if (self.teacher is None) == (self.cached is None):
             raise ValueError(
-                "expected one of teacher=MODEL and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` writes; "
-                f"found {'neither' if self.cached is None else 'both'}."
+                "expected one of teacher=MODEL and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` "
+                f"writes; found {'neither' if self.cached is None else 'both'}."
             )
         if self.beta is not None and self.divergence != "jsd":
             raise ValueError(
@@ -358,13 +359,14 @@ class DistillConfig(Settings):
         if self.teacher_streamed and (self.cached is not None or self.teacher_dtype == "nf4"):
             other = "teacher_dtype=nf4" if self.cached is None else f"cached={self.cached}"
             raise ValueError(
-                f"teacher_streamed=true reads a 16-bit or 32-bit teacher's layers from host memory, which {other} does not "
-                "have. Remove one of them."
+                f"teacher_streamed=true reads a 16-bit or 32-bit teacher's layers from host memory, which {other} does "
+                "not have. Remove one of them."
             )
         if self.cached is not None and self.on_policy:
             raise ValueError(
-                f"on_policy={self.on_policy:g} needs a teacher that reads the student's completions, but cached={self.cached} "
-                "has predictions for the data only. Set teacher instead of cached, or on_policy=0."
+                f"on_policy={self.on_policy:g} needs a teacher that reads the student's completions, but "
+                f"cached={self.cached} has predictions for the data only. Set teacher instead of cached, or "
+                "on_policy=0."
             )
         if self.cross_entropy_weight == 1:
             raise ValueError(

@@ -19,9 +19,9 @@ class ModelConfig(Settings):
     a GGUF file (`model.gguf`, or `org/name:model.gguf` of a repository), or an embedded model (`tiny`, `tiny-images`,
     `tiny-tools`). A run records the commit or checkpoint and resumes with it."""
     family: Annotated[Name | None, AfterValidator(use_family)] = None
-    """Your own row of a family that lean_ft does not read, `my_family.py:NAME`: a `Family` in a variable with the model_type's name,
-    with `_` for `-`. See docs/new_family.md. Every command that reads the model or its checkpoints needs it, also `--family` of
-    export, serve and score. A run uses the row as it was when its model was read."""
+    """Your own row of a family that lean_ft does not read, `my_family.py:NAME`: a `Family` in a variable with the
+    model_type's name, with `_` for `-`. See docs/new_family.md. Every command that reads the model or its checkpoints
+    needs it, also `--family` of export, serve and score. A run uses the row as it was when its model was read."""
     dtype: Dtype = "bfloat16"
     """Dtype of the weights and of the computation. `float16` keeps float32 master weights, computes in float16 and
     scales the loss."""
@@ -32,10 +32,11 @@ class ModelConfig(Settings):
     rows and are trained, also beside an adapter, or alone with lora.targets=[]. Checkpoints have them in
     tokenizer.json."""
     images: ImagesMode = "none"
-    """Images in rows. `none`: only the language model of a multimodal model is loaded, and rows have no images. `frozen`: the
-    vision tower computes embeddings and is not trained. `train`: it trains too, and beside an adapter the layers of the tower
-    that `lora.targets` names. `train: [vision.*merger*]` trains the projector alone, and optimizer.lr_ratios={vision: 0.1}
-    lowers the tower's learning rate."""
+    """Images in rows. `none`: only the language model of a multimodal model is loaded, and rows have no images.
+    `frozen`: the vision tower computes embeddings and is not trained. `train`: it trains too, and beside an adapter the
+    layers of the tower
+    that `lora.targets` names. `train: [vision.*merger*]` trains the projector alone, and optimizer.lr_ratios={vision:
+    0.1} lowers the tower's learning rate."""
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables it. null uses
     config.json's weight if output_router_logits is true there, and 0 otherwise, as transformers does."""
@@ -51,8 +52,8 @@ class LoRAConfig(Settings):
     targets: list[str] = Field(["all-linear"])
     """Layers that get an adapter: `all-linear` (all of attention and feed-forward), ends of names (q_proj, lm_head,
     embed_tokens), or names with wildcards (model.layers.[0-3].*). With `[]`, only the rows of model.new_tokens
-    train. With model.images=train, names match layers of the vision tower too, as in PEFT. If one pattern names the tower
-    alone (vision.blocks.*), the others match only the language model."""
+    train. With model.images=train, names match layers of the vision tower too, as in PEFT. If one pattern names the
+    tower alone (vision.blocks.*), the others match only the language model."""
     dropout: Fraction = 0.0
     """Dropout probability of the adapter's inputs."""
     rslora: bool = False
@@ -67,10 +68,11 @@ class LoRAConfig(Settings):
     dtype: Annotated[Literal["float32", "model"], BeforeValidator(spelled_out)] = "float32"
     """Dtype in which the adapter is stored and updated. Products use the model's dtype."""
     quantize: FrozenKind = "auto"
-    """How the frozen weights of linear layers and experts are stored. Each weight is dequantized for its product. `nf4` (QLoRA):
-    4 bits, NF4 with double quantization; experts that the folder has in MXFP4 stay so. `float8`: 8 bits, a scale per row.
-    `as_stored`: as the folder has them, in MXFP4 (gpt-oss) or fp8. `none`: in model.dtype. `auto`: as_stored for folders with
-    quantized weights, and none for others."""
+    """How the frozen weights of linear layers and experts are stored. Each weight is dequantized for its product. `nf4`
+    (QLoRA): 4 bits, NF4 with double quantization; experts that the folder has in MXFP4 stay so. `float8`: 8 bits, a
+    scale per row.
+    `as_stored`: as the folder has them, in MXFP4 (gpt-oss) or fp8. `none`: in model.dtype. `auto`: as_stored for
+    folders with quantized weights, and none for others."""
 
 
 # torchao's kinds that lean_ft does not support -> reason.
@@ -94,7 +96,8 @@ QuantizedKind = Annotated[
 GroupSize = Annotated[
     PositiveInt,
     Field(
-        description="4-bit weights: number of neighboring inputs that share a scale. It must divide the number of inputs."
+        description="4-bit weights: number of neighboring inputs that share a scale. It must divide the number of "
+        "inputs."
     ),
 ]
 

@@ -40,8 +40,8 @@ class OptimizerConfig(Settings):
     lr: NonNegativeFloat = 2e-5
     """Peak learning rate."""
     lr_ratios: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Factors of the learning rate by parameters, named as in `freeze`: {embed_tokens: 0.1, lora_B: 16}, or {vision: 0.1}
-    for a vision tower. A parameter that several names match gets the product, also with lora.lr_ratio and
+    """Factors of the learning rate by parameters, named as in `freeze`: {embed_tokens: 0.1, lora_B: 16}, or {vision:
+    0.1} for a vision tower. A parameter that several names match gets the product, also with lora.lr_ratio and
     value.lr_ratio."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """AdamW: decay rates of the two moments. Rules that leave some parameters to AdamW use them too."""

@@ -43,7 +43,8 @@ def by_name(rows: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def table(part: str) -> dict[str, Row]:
-    """Return the rows of a tool by setting, with those of tools that it extends, or the rows of a part without a version."""
+    """Return the rows of a tool by setting, with those of tools that it extends, or the rows of a part without a
+    version."""
     rows = _file()[part]
     if "version" not in rows:
         return by_name(rows)
@@ -87,7 +88,8 @@ def assigned(settings: Settings, value: str, is_whole: bool = False) -> str:
 
 
 def filled(text: str, value: str) -> str:
-    """Return a value of ours, such as `[VALUE]`, for a value of theirs. `1/VALUE`, `1-VALUE` and `VALUE/60` are computed."""
+    """Return a value of ours, such as `[VALUE]`, for a value of theirs. `1/VALUE`, `1-VALUE` and `VALUE/60` are
+    computed."""
     computed = re.fullmatch(r"(1[/-])?VALUE(/60)?", text)
     if computed is None or computed.groups() == (None, None):
         return text.replace(VALUE, value)

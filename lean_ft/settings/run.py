@@ -182,8 +182,8 @@ class RecipeConfig(Settings):
 
     @property
     def batches_of_a_round(self) -> int:
-        """The number that gradient_accumulation_steps must be a multiple of, so that a round of sampled completions has all
-        completions of each prompt; 1 for recipes that sample none."""
+        """The number that gradient_accumulation_steps must be a multiple of, so that a round of sampled completions has
+        all completions of each prompt; 1 for recipes that sample none."""
         generation = self.group(GenerationConfig)
         if generation is None or self.group(PreferenceLossConfig) is not None:  # a pair is chosen from all completions
             return 1
@@ -230,8 +230,8 @@ class RecipeConfig(Settings):
         """Return the recipe's first group of settings of this class. Raises ValueError if it has none."""
         if (group := self.group(kind)) is None:
             raise ValueError(
-                f"the recipe's Config has no settings of the class {kind.__name__}, which a function of the recipe reads. "
-                f"Add a field of this class, such as `data: {kind.__name__}`."
+                f"the recipe's Config has no settings of the class {kind.__name__}, which a function of the recipe "
+                f"reads. Add a field of this class, such as `data: {kind.__name__}`."
             )
         return group
 
@@ -253,7 +253,8 @@ class OnlineConfig(AnswersConfig):
     data: PromptDataConfig
     rewards: list[Reward | FunctionName]
     """Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, `format`,
-    `length`, and `environment`, the environment's own reward), or a reward model's folder. Use {function or model, weight, pattern} to set more."""
+    `length`, and `environment`, the environment's own reward), or a reward model's folder. Use {function or model,
+    weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
     tools: ToolsConfig = ToolsConfig.model_validate({})
     environment: Annotated[OwnFactory, AfterValidator(check_function)] | None = None
@@ -298,8 +299,8 @@ def recipe_name(cfg: BaseModel) -> str:
 
 
 def _short_name(model_path: str) -> str:
-    """Return the last part of a model's path as a file name: `name` for `org/name@revision`, `org/name:name.gguf` and the
-    run directory or checkpoint `runs/name/step_00000100`."""
+    """Return the last part of a model's path as a file name: `name` for `org/name@revision`, `org/name:name.gguf` and
+    the run directory or checkpoint `runs/name/step_00000100`."""
     parts = Path(os.path.abspath(Path(model_path).expanduser())).parts
     last = parts[-2] if re.fullmatch(r"step_\d{8}", parts[-1]) else parts[-1]
     name = re.sub(r"@[^:]*", "", last).rpartition(":")[2].removesuffix(".gguf")

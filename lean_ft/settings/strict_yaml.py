@@ -1,9 +1,9 @@
 """YAML for settings: the 1.2 core schema, as plain values with the lines of their keys.
 
-`no` is text, `1e-5` is a number, `12:30` and dates are text. (PyYAML follows YAML 1.1 and reads a boolean, text, a number
-and a date.) Scalars without quotes keep their spelling, because the type of `007` depends on the setting. Anchors, tags,
-repeated keys, deep nesting and large files raise ValueError: presets do not need them, and the first three make a file
-misleading.
+`no` is text, `1e-5` is a number, `12:30` and dates are text. (PyYAML follows YAML 1.1 and reads a boolean, text, a
+number and a date.) Scalars without quotes keep their spelling, because the type of `007` depends on the setting.
+Anchors, tags, repeated keys, deep nesting and large files raise ValueError: presets do not need them, and the first
+three make a file misleading.
 """
 
 import re
@@ -88,8 +88,8 @@ def read_yaml_file(path: Path) -> tuple[Any, dict[str, int]]:
 def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]]:
     """Return the values of one YAML document, and a dict of dotted key -> line.
 
-    A value is a dict, a list, quoted text (`str`) or `Plain`; None for an empty document. Raise ValueError with `path` in
-    the message for invalid content.
+    A value is a dict, a list, quoted text (`str`) or `Plain`; None for an empty document. Raise ValueError with `path`
+    in the message for invalid content.
     """
     lines: dict[str, int] = {}
 

@@ -2,8 +2,8 @@
 
 The settings of a recipe come from the JSON schema of its `Config`. The schema decides how a value is read. If a setting
 accepts only text, the value keeps its spelling, so `data.source=007` names a file. Otherwise `optimizer.lr=1e-5` is a
-number (see `lean_ft.settings.strict_yaml`). Values are not converted further: neither `"4"` nor `2.0` is an integer. One
-error message lists all problems of a config with their locations.
+number (see `lean_ft.settings.strict_yaml`). Values are not converted further: neither `"4"` nor `2.0` is an integer.
+One error message lists all problems of a config with their locations.
 
 Presets deliberately support no includes, interpolation or environment variables, so that a file shows its exact values.
 """
@@ -42,8 +42,8 @@ def load_config(
 ) -> ConfigT:
     """Read a preset (a YAML file, or None), apply `key=value` overrides in order, and validate the result.
 
-    Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. Missing keys of a
-    group come from its default instance. A single value for a list becomes a list with one item (`freeze=mlp`). An
+    Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. Missing keys
+    of a group come from its default instance. A single value for a list becomes a list with one item (`freeze=mlp`). An
     item of a list in an override may begin with `*` and contain paired brackets: `lora.targets=[model.layers.[0-3].*]`.
     Messages name `given_by` as the location of an override; "" omits the location.
 
@@ -70,7 +70,8 @@ def preset_fits(config_class: type[BaseModel], preset: Path) -> bool:
 
 
 def problems_of(config_class: type[BaseModel], values: dict[str, Any]) -> tuple[list[str], list[Setting]]:
-    """Return the problems of nested values, most of them as `key: reason`, and the required settings that are missing."""
+    """Return the problems of nested values, most of them as `key: reason`, and the required settings that are
+    missing."""
     reader, (read, _) = _Reader(config_class, ""), parse_yaml(to_yaml(values))
     for name, value in (read or {}).items():
         reader._take(name, value, lambda key: "")
@@ -108,8 +109,8 @@ def dump(config: BaseModel) -> str:
 
 
 def dump_chosen(config: BaseModel) -> str:
-    """Return as YAML the settings that are required, common, or not at their default. `load_config` reads them back into an
-    equal config."""
+    """Return as YAML the settings that are required, common, or not at their default. `load_config` reads them back
+    into an equal config."""
     values, chosen = config.model_dump(mode="json"), dict[str, Any]()
     for setting in in_reading_order(all_settings(type(config))):
         *groups, name = setting.key.split(".")
@@ -277,8 +278,8 @@ class _Reader:
         return None, missing
 
 
-# List items on the command line that begin with a wildcard or contain paired brackets. They are text, but YAML would read
-# an alias or a nested list. Quoted items are skipped.
+# List items on the command line that begin with a wildcard or contain paired brackets. They are text, but YAML would
+# read an alias or a nested list. Quoted items are skipped.
 _TEXT = r"(?:(?!:\s)[^\[\]{},])*"
 _WILDCARDS = re.compile(
     rf"""(?<=[\[,{{:\s])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')"""

@@ -1,28 +1,29 @@
 """Environment variables that torch and its libraries read once, when they start. Variables that the user has set stay.
 
 - `PYTORCH_ALLOC_CONF=expandable_segments:True`: the CUDA allocator grows its segments, which reduces fragmentation.
-- `THP_MEM_ALLOC_ENABLE=1`: large CPU tensors use huge pages (Linux). Each layer allocates activations anew, and the kernel maps
-  and clears their pages each time: writing a new 40 MB tensor took 22 ms on 4 KiB pages and 8 ms on 2 MiB pages, on two cores;
-  writing it again takes 7 ms.
-- `ONEDNN_PRIMITIVE_CACHE_CAPACITY`: oneDNN compiles code for each shape of a 16-bit product on a CPU, and caches it, 0.5 MB each.
-  Its default of 1,024 entries adds 500 MB in the first hundred steps if row lengths vary. We keep as many as occur in a step;
-  compiling one takes 0.4 ms.
+- `THP_MEM_ALLOC_ENABLE=1`: large CPU tensors use huge pages (Linux). Each layer allocates activations anew, and the
+  kernel maps and clears their pages each time: writing a new 40 MB tensor took 22 ms on 4 KiB pages and 8 ms on 2 MiB
+  pages, on two cores; writing it again takes 7 ms.
+- `ONEDNN_PRIMITIVE_CACHE_CAPACITY`: oneDNN compiles code for each shape of a 16-bit product on a CPU, and caches it,
+  0.5 MB each. Its default of 1,024 entries adds 500 MB in the first hundred steps if row lengths vary. We keep as many
+  as occur in a step; compiling one takes 0.4 ms.
 - `LRU_CACHE_CAPACITY=1`: torch has a second cache above oneDNN's, with 1,024 entries of 0.2 MB that are no faster.
-- `GOMP_SPINCOUNT=10000`: how long a waiting CPU thread spins before it sleeps. The default is several milliseconds; on shared
-  cores, that takes the time of the thread that it waits for. On two cores next to a dozen other processes, a step of the embedded
-  model took 15 s by default, 1.1 to 1.5 s with this setting, and 0.2 s if threads sleep at once (OMP_WAIT_POLICY=PASSIVE). On idle
-  cores, the same three settings reach 12,600, 11,700 and 4,700 tokens/s. With half a billion parameters this setting costs 3%
-  (15.6 s per step; 15.1 s with 300,000, the best value on a machine without other work).
-- `TORCHINDUCTOR_CACHE_DIR`: with `ATEN_CPU_CAPABILITY` set, a separate cache of compiled code. torch.compile's cache keys lack the
-  capability, and code generated for 16 numbers at a time, compiled for 8, computes wrong results.
+- `GOMP_SPINCOUNT=10000`: how long a waiting CPU thread spins before it sleeps. The default is several milliseconds; on
+  shared cores, that takes the time of the thread that it waits for. On two cores next to a dozen other processes, a
+  step of the embedded model took 15 s by default, 1.1 to 1.5 s with this setting, and 0.2 s if threads sleep at once
+  (OMP_WAIT_POLICY=PASSIVE). On idle cores, the same three settings reach 12,600, 11,700 and 4,700 tokens/s. With half a
+  billion parameters this setting costs 3% (15.6 s per step; 15.1 s with 300,000, the best value on a machine without
+  other work).
+- `TORCHINDUCTOR_CACHE_DIR`: with `ATEN_CPU_CAPABILITY` set, a separate cache of compiled code. torch.compile's cache
+  keys lack the capability, and code generated for 16 numbers at a time, compiled for 8, computes wrong results.
 - `TORCH_CPP_LOG_LEVEL=ERROR`: the loss of a peer is reported in one line, without a C++ stack trace.
 - `KINETO_LOG_LEVEL=99`: profiles (`profile=true`) print no lines about their start and end.
-- `OMP_NUM_THREADS`: the number of cores that the container's quota allows. torch counts the machine's cores, and 64 threads that
-  share the time of two cores wait for each other.
+- `OMP_NUM_THREADS`: the number of cores that the container's quota allows. torch counts the machine's cores, and 64
+  threads that share the time of two cores wait for each other.
 
-Sources: PyTorch's notes on CUDA memory management; libgomp's manual, "OMP_WAIT_POLICY" and "GOMP_SPINCOUNT"; the kernel's cgroup
-documentation, cpu.max and cpu.cfs_quota_us; c10/core/impl/alloc_cpu.cpp; oneDNN's guide, "Primitive Cache"; ideep's lru_cache.hpp.
-Measured on an Intel Xeon with AMX, torch 2.13.
+Sources: PyTorch's notes on CUDA memory management; libgomp's manual, "OMP_WAIT_POLICY" and "GOMP_SPINCOUNT"; the
+kernel's cgroup documentation, cpu.max and cpu.cfs_quota_us; c10/core/impl/alloc_cpu.cpp; oneDNN's guide, "Primitive
+Cache"; ideep's lru_cache.hpp. Measured on an Intel Xeon with AMX, torch 2.13.
 """
 
 import math

@@ -64,8 +64,8 @@ def cache_folder(setting: Path | None) -> Path:
         writable = False
     if not writable:
         raise ValueError(
-            f"cannot write prepared data to {folder}: the folder cannot be created or written. Set data.cache_dir, or the "
-            "environment variable LEAN_FT_CACHE, to a writable folder."
+            f"cannot write prepared data to {folder}: the folder cannot be created or written. Set data.cache_dir, or "
+            "the environment variable LEAN_FT_CACHE, to a writable folder."
         )
     return folder
 
@@ -79,7 +79,8 @@ class EntryWriter:
         self.about: dict[str, Any] = {}
 
     def append(self, arrays: dict[str, np.ndarray]) -> None:
-        """Append values (n, ...) to each named array. All parts of an array have the same dtype and the same further dimensions.
+        """Append values (n, ...) to each named array. All parts of an array have the same dtype and the same further
+        dimensions.
 
         Raises ValueError if they do not.
         """
@@ -89,8 +90,8 @@ class EntryWriter:
             file, dtype, shape = self._files[name]
             if (values.dtype, values.shape[1:]) != (dtype, shape):
                 raise ValueError(
-                    f"the column `{name}` has values of {values.dtype} {values.shape[1:]} in one row, and of {dtype} {shape} in an "
-                    "earlier one. All rows must have the same."
+                    f"the column `{name}` has values of {values.dtype} {values.shape[1:]} in one row, and of {dtype} "
+                    f"{shape} in an earlier one. All rows must have the same."
                 )
             file.write(np.ascontiguousarray(values).data)
 

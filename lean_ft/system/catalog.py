@@ -1,8 +1,8 @@
 """Find recipes and presets: those that ship with lean_ft by name, the user's by path.
 
-In a checkout they are next to the package, in `recipes/` and `configs/`; a wheel includes them. A recipe is a file with a
-`Config` (a pydantic model) and a `main(config)`. Listing reads files without running them. An alias is another name for a
-recipe, which may turn on one group of its settings, so that familiar names work without a second training loop.
+In a checkout they are next to the package, in `recipes/` and `configs/`; a wheel includes them. A recipe is a file with
+a `Config` (a pydantic model) and a `main(config)`. Listing reads files without running them. An alias is another name
+for a recipe, which may turn on one group of its settings, so that familiar names work without a second training loop.
 """
 
 import ast
@@ -93,13 +93,15 @@ def find_preset(name_or_path: str) -> Path:
 
 
 def find_either(name_or_path: str) -> Path | Alias:
-    """Return a recipe's or preset's file or an alias, given by name or path. Raises ValueError with the nearest name."""
+    """Return a recipe's or preset's file or an alias, given by name or path. Raises ValueError with the nearest
+    name."""
     either = {**recipes(), **aliases(), **presets()}
     return _find(name_or_path, either, what="recipe or preset", suffixes=(".py", ".yaml", ".yml"))
 
 
 def copy_to(found: Path | Alias, destination_name: str, force: bool = False) -> Path:
-    """Copy a recipe or preset to a file or into a folder (an existing one, or a name that ends in `/`); return the copy's path.
+    """Copy a recipe or preset to a file or into a folder (an existing one, or a name that ends in `/`); return the
+    copy's path.
 
     The copy of an alias has the alias's name, with its group turned on. Missing folders and a missing suffix are added.
     Raises ValueError if the file exists, unless `force`.
@@ -147,8 +149,8 @@ def _find(wanted: str, shipped: Mapping[str, Found], what: str, suffixes: tuple[
 
 
 def summary(file: Path | Alias) -> str:
-    """Return a one-line summary of a recipe or preset without running it: the first paragraph of a recipe's docstring, or the
-    comment at the start of a preset; empty if there is none."""
+    """Return a one-line summary of a recipe or preset without running it: the first paragraph of a recipe's docstring,
+    or the comment at the start of a preset; empty if there is none."""
     if isinstance(file, Alias):
         return file.file.stem + (
             f" with the settings `{file.group}` turned on." if file.group else ", by another name."
@@ -165,7 +167,8 @@ def summary(file: Path | Alias) -> str:
 
 
 def load_recipe(recipe: Path | Alias) -> ModuleType:
-    """Run a recipe's file as a module and return it, with its `Config` and `main`. The `Config` of an alias has its group on.
+    """Run a recipe's file as a module and return it, with its `Config` and `main`. The `Config` of an alias has its
+    group on.
 
     Raises ValueError, with the line, if the file cannot be run, and if `Config` or `main` is missing.
     """
@@ -190,8 +193,8 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
     config_class, main = getattr(module, "Config", None), getattr(module, "main", None)
     if not (isinstance(config_class, type) and issubclass(config_class, BaseModel)) or not callable(main):
         raise ValueError(
-            f"{recipe} is not a recipe: expected a class `Config(RecipeConfig)` and a function `main(cfg)`. To start from a "
-            "shipped recipe, run `leanft cp RECIPE DEST`."
+            f"{recipe} is not a recipe: expected a class `Config(RecipeConfig)` and a function `main(cfg)`. To start "
+            "from a shipped recipe, run `leanft cp RECIPE DEST`."
         )
     try:
         config_class.model_rebuild()  # reports a field with an unsupported type here, with the file

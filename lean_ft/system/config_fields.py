@@ -12,10 +12,11 @@ MAX_NUMBER = 1e30  # leaves room for products; an integer of config.json may not
 
 
 class ConfigFields:
-    """The fields of a JSON object over their defaults. `read` collects the names read, so that other fields can be refused.
+    """The fields of a JSON object over their defaults. `read` collects the names read, so that other fields can be
+    refused.
 
-    As in transformers, null for an object of settings means absent. Any other null is a value, which the reader accepts (no
-    window, no soft cap) or refuses. With `null_is_absent` every null means absent.
+    As in transformers, null for an object of settings means absent. Any other null is a value, which the reader accepts
+    (no window, no soft cap) or refuses. With `null_is_absent` every null means absent.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class ConfigFields:
 
 
 def end_ids(folder: Path) -> list[int]:
-    """Return the ids that end a completion, as transformers reads them: from generation_config.json, or without this file from
-    config.json or its text_config. Raises ValueError for anything but ids."""
+    """Return the ids that end a completion, as transformers reads them: from generation_config.json, or without this
+    file from config.json or its text_config. Raises ValueError for anything but ids."""
     file = folder / "generation_config.json"
     file = file if file.is_file() else folder / "config.json"
     settings = read_json(file)

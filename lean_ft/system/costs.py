@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 
 class Launched(NamedTuple):
-    """Launches of an operation, sizes of its temporary tensors, and traffic beyond reading each argument and writing each result once."""
+    """Launches of an operation, sizes of its temporary tensors, and traffic beyond reading each argument and writing
+    each result once."""
 
     number: int = 1
     temporary: Sequence[int] = ()
@@ -33,10 +34,11 @@ class Cost:
 
     Attributes:
         on_gpu: what a GPU of a compute capability runs for the operator's arguments.
-        flops: the arithmetic of documents of at most this many tokens, by the operator's arguments; None: as the flop formula.
+        flops: the arithmetic of documents of at most this many tokens, by the operator's arguments; None: as the flop
+        formula.
         is_attention: whether its arithmetic is as fast as attention's, rather than as a matrix product's.
-        first_factor: index of the first factor of a matrix product, whose second factor follows; None: no product that a CPU
-            computes in blocks of float32.
+        first_factor: index of the first factor of a matrix product, whose second factor follows; None: no product that
+            a CPU computes in blocks of float32.
     """
 
     on_gpu: Callable[..., Launched | SlowPath] = _one_launch

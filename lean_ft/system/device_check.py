@@ -1,8 +1,8 @@
 """Check that training works on a device: the embedded model trains for a few steps with one technique after another.
 
-Each check runs a shipped recipe in its own process, so a crash is reported and the other checks continue. The losses are
-compared with those of a CPU in float32, with a tolerance that broken kernels and missing updates exceed by far. If a device
-cannot run a technique by design, the recipe rejects it with the reason.
+Each check runs a shipped recipe in its own process, so a crash is reported and the other checks continue. The losses
+are compared with those of a CPU in float32, with a tolerance that broken kernels and missing updates exceed by far. If
+a device cannot run a technique by design, the recipe rejects it with the reason.
 """
 
 import json

@@ -77,7 +77,8 @@ def _gpus(torch: Any) -> list[str]:
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         bf16 = "bfloat16" if gpu.major >= 8 else "no fast bfloat16"
         gpus.append(
-            f"{gpu.name} (compute {gpu.major}.{gpu.minor}, {gibibytes(total_bytes)}, {gibibytes(free_bytes)} free, {bf16})"
+            f"{gpu.name} (compute {gpu.major}.{gpu.minor}, {gibibytes(total_bytes)}, {gibibytes(free_bytes)} free, "
+            f"{bf16})"
         )
     return gpus
 

@@ -1,12 +1,13 @@
 """Check values from outside: rows, tools, requests, observations, results of user code, variables of templates.
 
-`plain` walks every container and string, names of objects included. It returns a copy made of dicts with text as names, lists,
-texts, numbers, booleans and None: valid text, within one budget for depth and size, and without markers if a chat template reads
-it. Later code relies on that. The limit of depth is our own, because the interpreter's limit of recursion depends on the caller,
-and libraries raise it.
+`plain` walks every container and string, names of objects included. It returns a copy made of dicts with text as names,
+lists,
+texts, numbers, booleans and None: valid text, within one budget for depth and size, and without markers if a chat
+template reads it. Later code relies on that. The limit of depth is our own, because the interpreter's limit of
+recursion depends on the caller, and libraries raise it.
 
-Valid text has no half surrogate pair, which no file and no tokenizer can encode. Markers are the noncharacters U+FDD0 to
-U+FDEF, which Unicode reserves for a program's internal use; the renderer of chats uses them.
+Valid text has no half surrogate pair, which no file and no tokenizer can encode. Markers are the noncharacters U+FDD0
+to U+FDEF, which Unicode reserves for a program's internal use; the renderer of chats uses them.
 """
 
 import json
@@ -38,11 +39,12 @@ def plain(
 ) -> Any:
     """Return a copy of `value` as JSON types.
 
-    markers: allow them, in values that no chat template gets; finite: refuse NaN and infinity, which are not JSON; repair:
-    replace invalid text, as `valid_text` does, instead of refusing it; leaves: other types that are kept, such as bytes.
+    markers: allow them, in values that no chat template gets; finite: refuse NaN and infinity, which are not JSON;
+    repair: replace invalid text, as `valid_text` does, instead of refusing it; leaves: other types that are kept, such
+    as bytes.
 
-    Raises ValueError that names the place in `what` for half a surrogate pair, a marker, another type, a name that is no text, and
-    a value that is too deep or too large.
+    Raises ValueError that names the place in `what` for half a surrogate pair, a marker, another type, a name that is
+    no text, and a value that is too deep or too large.
     """
     try:
         return _Walk(unpack, markers, finite, repair, leaves).copy(value, 0)
@@ -54,7 +56,8 @@ def plain(
 
 
 def check_text(text: str, what: str, *, markers: bool = True) -> str:
-    """Return `text`. Raises ValueError that names `what` for half a surrogate pair, and for a marker unless they are allowed."""
+    """Return `text`. Raises ValueError that names `what` for half a surrogate pair, and for a marker unless they are
+    allowed."""
     try:
         return _Walk(None, markers, False, False, ()).text(text)
     except _Problem as problem:
@@ -104,8 +107,8 @@ class _Walk:
             return valid_text(text)
         if half := _HALVES.search(text):
             raise _Problem(
-                f"has half a surrogate pair (\\u{ord(half[0]):04x}) at character {half.start()}, so it is not valid text. "
-                "Repair it."
+                f"has half a surrogate pair (\\u{ord(half[0]):04x}) at character {half.start()}, so it is not valid "
+                "text. Repair it."
             )
         if not self._markers and MARKERS.search(text):
             raise _Problem("contains one of the Unicode noncharacters U+FDD0 to U+FDEF. Remove it.")

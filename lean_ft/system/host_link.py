@@ -1,23 +1,24 @@
 """Asynchronous copies between a GPU and pinned host memory, for offloading and streaming.
 
-Copies run on their own stream, and the host never waits for them. Two rules keep them correct. A copy starts only after the
-computation queued so far, which wrote the data to send or last used the memory to fetch into. And memory that a copy reads is
-kept until the compute stream has been told to wait for that copy: from then on the allocator may reuse it, in the order of the
-compute stream.
+Copies run on their own stream, and the host never waits for them. Two rules keep them correct. A copy starts only after
+the computation queued so far, which wrote the data to send or last used the memory to fetch into. And memory that a
+copy reads is kept until the compute stream has been told to wait for that copy: from then on the allocator may reuse
+it, in the order of the compute stream.
 
-For a tensor larger than the limit of bytes in flight, the compute stream waits at once, since the tensor was sent to free its
-memory for the next computation. Tensors that need not be freed at once are sent in parts (`lean_ft.optim.streamed`).
+For a tensor larger than the limit of bytes in flight, the compute stream waits at once, since the tensor was sent to
+free its memory for the next computation. Tensors that need not be freed at once are sent in parts
+(`lean_ft.optim.streamed`).
 
-Pinned memory is allocated in the requested sizes. PyTorch's allocator rounds up to powers of two, which for the optimizer states
-and activations of a 3B model takes 11.4 GiB instead of 8.1.
+Pinned memory is allocated in the requested sizes. PyTorch's allocator rounds up to powers of two, which for the
+optimizer states and activations of a 3B model takes 11.4 GiB instead of 8.1.
 
-Tensors that come back use memory that the allocator keeps for the copy stream, separate from the computation's: pieces of other
-sizes, freed between its tensors, would fragment its memory. The next user of such memory is again a copy back, which the first
-rule delays until the computation has used the old data. A tensor larger than the limit of bytes in flight comes alone, and uses
-memory that the computation has freed.
+Tensors that come back use memory that the allocator keeps for the copy stream, separate from the computation's: pieces
+of other sizes, freed between its tensors, would fragment its memory. The next user of such memory is again a copy back,
+which the first rule delays until the computation has used the old data. A tensor larger than the limit of bytes in
+flight comes alone, and uses memory that the computation has freed.
 
-Source: PyTorch's CUDA semantics on streams and pinned buffers. Left out: `record_stream`, which delays the reuse of memory to an
-unpredictable time.
+Source: PyTorch's CUDA semantics on streams and pinned buffers. Left out: `record_stream`, which delays the reuse of
+memory to an unpredictable time.
 """
 
 import ctypes
@@ -55,8 +56,8 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MA
 class PinnedMemory:
     """Pinned host memory in blocks of the requested sizes. Free blocks are kept for reuse.
 
-    Copies in flight may still read or write a freed block: its next user must use it in copies of the same stream, or wait
-    for that stream.
+    Copies in flight may still read or write a freed block: its next user must use it in copies of the same stream, or
+    wait for that stream.
     """
 
     def __init__(self) -> None:
@@ -64,8 +65,8 @@ class PinnedMemory:
         weakref.finalize(self, _unpin, self._free, 0).atexit = False
 
     def empty_like(self, tensor: Tensor, *, new: bool = False) -> Tensor:
-        """Return an uninitialized tensor like this one. Its block is freed when nothing references its memory; a `new` block
-        was never used by a copy.
+        """Return an uninitialized tensor like this one. Its block is freed when nothing references its memory; a `new`
+        block was never used by a copy.
 
         Before a block is added, free blocks that are too small are returned to the system, for which the host waits. So
         pinned memory stays near the peak use. Raises RuntimeError if the system cannot pin more.
@@ -102,7 +103,8 @@ def _pin(num_bytes: int) -> mmap.mmap:
         raise RuntimeError(
             f"cannot pin {num_bytes:,} bytes of host memory ({error}), which optimizer.state=streamed, "
             "memory.activation_offload=true, memory.tied_gradient=host, memory.frozen_embeddings=host and "
-            "memory.experts=streamed need. Free host memory, raise the limit of locked memory (`ulimit -l`), or unset one of these settings."
+            "memory.experts=streamed need. Free host memory, raise the limit of locked memory (`ulimit -l`), or unset "
+            "one of these settings."
         )
     return block
 
@@ -123,7 +125,8 @@ def _address(block: mmap.mmap) -> int:
 
 
 class _PinnedBytes:
-    """A contiguous pinned tensor in the form in which torch takes memory that a GPU can read; torch then keeps it alive."""
+    """A contiguous pinned tensor in the form in which torch takes memory that a GPU can read; torch then keeps it
+    alive."""
 
     def __init__(self, host: Tensor) -> None:
         self.host = host
@@ -269,13 +272,13 @@ class HostLink:
 def open_link(device: torch.device, setting: str, instead: str) -> HostLink:
     """Return a link for a CUDA device.
 
-    Raises ValueError on other devices, which have no separate memory, with the `setting` that needs the link and the one to
-    use `instead`.
+    Raises ValueError on other devices, which have no separate memory, with the `setting` that needs the link and the
+    one to use `instead`.
     """
     here = world()
     if here.device_type(device) != "cuda":
         raise ValueError(
-            f"{setting} moves tensors from GPU memory to host memory, but the model is on {device.type}, which already uses "
-            f"host memory. Set {instead}."
+            f"{setting} moves tensors from GPU memory to host memory, but the model is on {device.type}, which already "
+            f"uses host memory. Set {instead}."
         )
     return here.link(lambda: HostLink(device))

@@ -5,8 +5,8 @@ SIGHUP
 SIGUSR1            during training: save after the step and continue; otherwise: print a message
 a second signal    end the process at once; the newest complete checkpoint stays
 
-A signal that was ignored before (`nohup`, a background job of a shell) stays ignored. Python allows handlers only in the main
-thread; elsewhere none are installed. Forked processes inherit the handlers, but end as if they had none.
+A signal that was ignored before (`nohup`, a background job of a shell) stays ignored. Python allows handlers only in
+the main thread; elsewhere none are installed. Forked processes inherit the handlers, but end as if they had none.
 """
 
 import os
@@ -58,8 +58,8 @@ class _Handlers(ABC):
         elif received == SAVING:
             self._save()
         else:
-            # The default action for a second signal does not need Python, so it works during a long kernel too. A shell then
-            # shows exit code 129, 130 or 143.
+            # The default action for a second signal does not need Python, so it works during a long kernel too. A shell
+            # then shows exit code 129, 130 or 143.
             for other in self._previous.keys() - {SAVING}:
                 signal.signal(other, signal.SIG_DFL)
             self._stop(received)

@@ -1,12 +1,12 @@
 """Start the processes of a run, on one machine or several, and watch them until they end.
 
-This is torchrun's agent, configured by arguments: one agent per machine. Agents meet by c10d rendezvous at an endpoint, assign
-ranks, watch the processes, and restart all of them (up to `max_restarts` times) when one dies. A restarted run resumes from
-its newest checkpoint. Only rank 0 and this process print messages: the error that ended the run is printed once, with rank,
-host and reason.
+This is torchrun's agent, configured by arguments: one agent per machine. Agents meet by c10d rendezvous at an endpoint,
+assign ranks, watch the processes, and restart all of them (up to `max_restarts` times) when one dies. A restarted run
+resumes from its newest checkpoint. Only rank 0 and this process print messages: the error that ended the run is printed
+once, with rank, host and reason.
 
-Source: torch.distributed.elastic. Left out: torchrun's static rendezvous at a port of the first process, since after a restart
-processes would find the addresses of dead ones there.
+Source: torch.distributed.elastic. Left out: torchrun's static rendezvous at a port of the first process, since after a
+restart processes would find the addresses of dead ones there.
 """
 
 import json
@@ -98,9 +98,9 @@ def _elastic_config(plan: Launch) -> Any:
 def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> None:
     """Run `leanft ARGUMENTS` in the processes of the plan, and return when all have ended.
 
-    A process that stays stopped (SIGSTOP) for `timeout_minutes` is killed, since it ignores other signals and blocks its peers.
-    Raises RefusedByRank or LaunchFailed if a process failed, SystemExit if the processes were stopped and have saved, and
-    ValueError if the machines do not meet.
+    A process that stays stopped (SIGSTOP) for `timeout_minutes` is killed, since it ignores other signals and blocks
+    its peers. Raises RefusedByRank or LaunchFailed if a process failed, SystemExit if the processes were stopped and
+    have saved, and ValueError if the machines do not meet.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -133,9 +133,9 @@ def launch(plan: Launch, arguments: list[str], timeout_minutes: float = 30) -> N
         timed_out = isinstance(error, RendezvousTimeoutError)
         why = f"fewer joined within {JOIN_TIME}." if timed_out else str(error) or "no machine answered"
         raise ValueError(
-            f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {plan.nodes}: {why} Start the same command "
-            "on each machine, with the host name and a free port of a machine that all can reach. If one of them has ended, its "
-            "message says why."
+            f"the machines did not meet at --rdzv-endpoint {plan.endpoint} for --nnodes {plan.nodes}: {why} Start the "
+            "same command on each machine, with the host name and a free port of a machine that all can reach. If one "
+            "of them has ended, its message says why."
         ) from None
     finally:
         done.set()
@@ -148,7 +148,8 @@ def check_host(host: str, given_as: str) -> None:
         socket.getaddrinfo(host.strip("[]"), None)
     except OSError as error:
         raise ValueError(
-            f"{given_as}: cannot resolve {host!r} ({error.strerror}). Give the name or address of a machine that all can reach."
+            f"{given_as}: cannot resolve {host!r} ({error.strerror}). Give the name or address of a machine that all "
+            "can reach."
         ) from None
 
 
@@ -166,8 +167,8 @@ def _await_endpoint(plan: Launch) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"no answer from --rdzv-endpoint {plan.endpoint} within {JOIN_TIME} ({error.strerror or error}). Start the "
-                    f"same command on {host} too, and check that its port can be reached from this machine."
+                    f"no answer from --rdzv-endpoint {plan.endpoint} within {JOIN_TIME} ({error.strerror or error}). "
+                    f"Start the same command on {host} too, and check that its port can be reached from this machine."
                 ) from None
         time.sleep(1)
 
@@ -188,8 +189,8 @@ def _local_ranks() -> Iterator[int]:
 
 
 def _kill_stopped(seconds: float, killed: set[int], done: threading.Event) -> None:
-    """Until `done`, kill each rank that stays stopped for so many seconds, and add it to `killed`. Time during which this
-    process is stopped too (Ctrl-Z) does not count."""
+    """Until `done`, kill each rank that stays stopped for so many seconds, and add it to `killed`. Time during which
+    this process is stopped too (Ctrl-Z) does not count."""
     num_polls: Counter[int] = Counter()
     while not done.wait(POLL_SECONDS):
         with suppress(OSError):  # a rank that has just ended
@@ -234,7 +235,8 @@ def _first_failure(failed: Any, max_restarts: int, stopped: Collection[int] = ()
 
 
 def report_to_launcher(message: str, exit_code: int) -> bool:
-    """Save this process's error for the `launch` that started it, and return True; return False in any other process."""
+    """Save this process's error for the `launch` that started it, and return True; return False in any other
+    process."""
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is None or COMMAND_VARIABLE not in os.environ:
         return False
@@ -244,7 +246,8 @@ def report_to_launcher(message: str, exit_code: int) -> bool:
         message = _share_failure(message, lost_peer)
     report = {
         "message": message,
-        # The agent reports the earliest failure. A process that lost a peer may fail before the agent sees the peer's end.
+        # The agent reports the earliest failure. A process that lost a peer may fail before the agent sees the peer's
+        # end.
         "timestamp": int(time.time()) + (SHUTDOWN_SECONDS if lost_peer else 0),
         "exit_code": exit_code,
         "host": platform.node(),
@@ -255,8 +258,8 @@ def report_to_launcher(message: str, exit_code: int) -> bool:
 
 
 def _share_failure(message: str, lost_peer: bool) -> str:
-    """Share this process's error with other machines, whose agents do not see its end. If a peer was lost, return the peer's
-    error instead of `message`."""
+    """Share this process's error with other machines, whose agents do not see its end. If a peer was lost, return the
+    peer's error instead of `message`."""
     with suppress(RuntimeError):  # raised by torch if the store is gone as well
         store = shared_store(timedelta(seconds=10))
         if not lost_peer:
@@ -276,8 +279,8 @@ def decided_by_rank_zero(name: str, decide: Callable[[], str]) -> str:
 
 
 def shared_store(timeout: timedelta, *, of_attempt: bool = True) -> Any:
-    """Return a store that all processes of a run share, or of this attempt, since a store of the launcher outlives restarted
-    processes. Raises torch's DistError if it cannot be reached in time."""
+    """Return a store that all processes of a run share, or of this attempt, since a store of the launcher outlives
+    restarted processes. Raises torch's DistError if it cannot be reached in time."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.rendezvous import rendezvous
 

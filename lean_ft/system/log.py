@@ -63,6 +63,6 @@ def say(label: str, text: str) -> None:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Print text of a model or a file. On a terminal, control characters become escapes such as `\\x1b`, because the terminal
-    would act on them. A pipe or a file gets the unchanged text."""
+    """Print text of a model or a file. On a terminal, control characters become escapes such as `\\x1b`, because the
+    terminal would act on them. A pipe or a file gets the unchanged text."""
     print(escaped(text) if sys.stdout.isatty() else text, end=end, flush=True)

@@ -1,7 +1,7 @@
 """What a run calls as it proceeds, so that other parts of the library can follow it.
 
-`lean_ft.training.Run` tells its profiler and its progress bar. `Run`, `Optimizer` and `Rounds` also tell the observer of their
-world (`lean_ft.system.world`), which does nothing in a run and measures the step in a plan.
+`lean_ft.training.Run` tells its profiler and its progress bar. `Run`, `Optimizer` and `Rounds` also tell the observer
+of their world (`lean_ft.system.world`), which does nothing in a run and measures the step in a plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Observer:
     """Follows a run; this one does nothing.
 
-    `update`, `sample` and `round_batches` do the work that they get. An observer that replaces work without contents, as a
-    plan does, overrides them.
+    `update`, `sample` and `round_batches` do the work that they get. An observer that replaces work without contents,
+    as a plan does, overrides them.
     """
 
     # Called by Run ------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """Remove secrets and the user's home from text that a run prints or writes next to its data.
 
 `redact` is called where such text leaves the process: log lines, error messages, tracebacks, config.yaml, run.json,
-training_state.json, metrics.jsonl, samples.jsonl and all that a logger gets. A secret becomes `[token]`, and the home `~`, which
-every path setting accepts. Secrets are values of environment variables with names like MY_KEY or DB_PASSWORD, credentials and
-signatures in URLs, long values after names like `Authorization:` and `api_key=`, and tokens of known formats. Old wandb keys look
-like git commits (40 hexadecimal digits), so only WANDB_API_KEY identifies them.
+training_state.json, metrics.jsonl, samples.jsonl and all that a logger gets. A secret becomes `[token]`, and the home
+`~`, which every path setting accepts. Secrets are values of environment variables with names like MY_KEY or
+DB_PASSWORD, credentials and signatures in URLs, long values after names like `Authorization:` and `api_key=`, and
+tokens of known formats. Old wandb keys look like git commits (40 hexadecimal digits), so only WANDB_API_KEY identifies
+them.
 Not redacted: bad batches and prepared data, which contain the user's own rows, and model files.
 """
 
@@ -24,7 +25,8 @@ _SECRET_NAME = re.compile(
 _SECRET = re.compile(
     r"(?<=://)[^/\s?#\"'<>]+(?=@)"  # user:password@ and token@
     r"|\b(hf_|api_org_|gh[opsur]_|github_pat_|glpat-|pypi-|sk-|sk_live_|xox[abeprs]-|wandb_v1_|dckr_pat_)[\w-]{16,}"
-    r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\bey[\w-]{10,400}\.ey[\w-]{10,}\.[\w-]+"  # AWS, Google, JSON web tokens
+    # AWS, Google, JSON web tokens
+    r"|\b(AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\bey[\w-]{10,400}\.ey[\w-]{10,}\.[\w-]+"
 )
 _KEY = r"(key|sig|pwd|pass|jwt|hmac|code|sid)([-_]?id)?"
 _NAMED = re.compile(
@@ -37,8 +39,8 @@ _NAMED = re.compile(
     re.IGNORECASE,
 )
 _GIVEN: dict[str, str] = {}  # absolute path of a run's folder -> the path that was given
-# Characters that move a terminal's cursor, end a line, reverse the order of letters, or are no text. Line feeds and tabs are not
-# among them.
+# Characters that move a terminal's cursor, end a line, reverse the order of letters, or are no text. Line feeds and
+# tabs are not among them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROL_OR_BREAK = re.compile(_CONTROL.pattern + r"|[\t\n]")
 

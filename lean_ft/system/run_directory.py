@@ -4,7 +4,7 @@
     run.json         the same facts for programs, with one entry per start of the run
     functions/       sources of the functions that were passed from Python
     metrics.jsonl    see lean_ft.training.metrics
-    tool_results.jsonl    results of tool calls since the last checkpoint, for this user alone; removed when the run has ended
+    tool_results.jsonl    results of tool calls since the last checkpoint, for this user alone; removed at the run's end
     step_00000100/   a checkpoint
       config.json, *.safetensors, tokenizer files     a Hugging Face folder; with an adapter, a PEFT adapter folder
       training_state/optimizer.safetensors            the optimizer's tensors
@@ -62,7 +62,8 @@ class RecordedRun:
     checkpoint: Path | None = None
     """The newest whole checkpoint."""
     state: State = field(default_factory=dict)
-    """The checkpoint's training state. Without a checkpoint, the last start's entry in run.json; empty if there is no run."""
+    """The checkpoint's training state. Without a checkpoint, the last start's entry in run.json; empty if there is no
+    run."""
     has_ended: bool = False
     """Whether the last start made all of its steps."""
     rows: list[Row] = field(default_factory=list)
@@ -70,7 +71,8 @@ class RecordedRun:
 
 
 def read_run(directory: Path, remark: str = "", *, quick: bool = False) -> RecordedRun:
-    """Read the run in `directory`, which may be absent. Raises ValueError as `newest_whole`, and if run.json is damaged."""
+    """Read the run in `directory`, which may be absent. Raises ValueError as `newest_whole`, and if run.json is
+    damaged."""
     starts = read_starts(directory)
     has_ended = bool(starts) and "ended" in starts[-1]
     try:
@@ -85,8 +87,8 @@ def read_run(directory: Path, remark: str = "", *, quick: bool = False) -> Recor
 
 
 def parse_line(line: bytes) -> Row | None:
-    """Parse a line of metrics.jsonl; None if it is not a whole line with a step, or has a value that no run writes: a number that
-    is not finite or too large to compute with, or another value where tables compute with numbers."""
+    """Parse a line of metrics.jsonl; None if it is not a whole line with a step, or has a value that no run writes: a
+    number that is not finite or too large to compute with, or another value where tables compute with numbers."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -104,7 +106,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def lines_until(path: Path, step: int) -> tuple[list[Row], int]:
-    """The lines of metrics.jsonl of the first `step` steps, up to the first unreadable line, and their size in bytes."""
+    """The lines of metrics.jsonl of the first `step` steps, up to the first unreadable line, and their size in
+    bytes."""
     rows, size_bytes = list[Row](), 0
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         row = parse_line(line)
@@ -249,7 +252,8 @@ def check_whole(folder: Path, *, quick: bool = False) -> None:
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Sync all files to the disk, and write their sizes and checksums. Two threads, because both wait outside Python."""
+    """Sync all files to the disk, and write their sizes and checksums. Two threads, because both wait outside
+    Python."""
 
     def sync_and_sum(path: Path) -> State:
         sync(path)
@@ -275,7 +279,8 @@ def _sha256(path: Path) -> str:
 
 
 def _read_manifest(folder: Path) -> dict[str, State]:
-    """The manifest's entries by file name. Raises ValueError unless it is this folder's, with file names inside the folder."""
+    """The manifest's entries by file name. Raises ValueError unless it is this folder's, with file names inside the
+    folder."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{path} is missing: {folder} is not a whole checkpoint.")
@@ -326,8 +331,8 @@ def _read(path: Path, remedy: str = DAMAGED) -> State:
 
 @contextmanager
 def from_checkpoint(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Context manager that turns an error from a value of the wrong type or size, or of the further `kinds`, into a ValueError
-    that calls the checkpoint damaged."""
+    """Context manager that turns an error from a value of the wrong type or size, or of the further `kinds`, into a
+    ValueError that calls the checkpoint damaged."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError, *kinds) as error:

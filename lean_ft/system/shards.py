@@ -1,8 +1,8 @@
 """The parallel ranks of a run, and the part of each parameter on this rank. A single process needs neither.
 
-`lean_ft.parallel` shards parameters by rows. A sharded parameter is a DTensor, whose local tensor holds this rank's rows.
-Lower layers (optimizer, losses, files) use `Ranks` to agree with other ranks, and `part_of` to find which part of a tensor
-is on this rank. `ALONE` is a single process.
+`lean_ft.parallel` shards parameters by rows. A sharded parameter is a DTensor, whose local tensor holds this rank's
+rows. Lower layers (optimizer, losses, files) use `Ranks` to agree with other ranks, and `part_of` to find which part of
+a tensor is on this rank. `ALONE` is a single process.
 """
 
 import math
@@ -35,8 +35,8 @@ class Ranks:
         return self
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
-        """Yield this rank's micro-batches of a step (or its tokens of shared ones), and whether each is the last. Every rank
-        gets the same number."""
+        """Yield this rank's micro-batches of a step (or its tokens of shared ones), and whether each is the last. Every
+        rank gets the same number."""
         for place, micro_batch in enumerate(micro_batches, start=1):
             yield micro_batch, place == len(micro_batches)
 
@@ -65,8 +65,8 @@ class Ranks:
         return work()
 
     def on_every_rank(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank, and return the list of results (plain data) on all. An error on one rank is raised on
-        all."""
+        """Run `work` on every rank, and return the list of results (plain data) on all. An error on one rank is raised
+        on all."""
         return [work()]
 
     def check_same(self, what: dict[str, Any]) -> None:
@@ -81,7 +81,8 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is divided into equal parts before each part is sharded by rows, and the index of this rank's part."""
+    """How a parameter is divided into equal parts before each part is sharded by rows, and the index of this rank's
+    part."""
 
     over: str  # the setting of `parallel` that divides it
     dim: int
@@ -113,7 +114,8 @@ def whole_numel(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a tensor: consecutive elements of the flattened whole from `first` on, or equally spaced runs."""
+    """This rank's part of a tensor: consecutive elements of the flattened whole from `first` on, or equally spaced
+    runs."""
 
     values: Tensor  # contiguous, except in transposed parts
     shape: tuple[int, ...]  # of the whole

@@ -10,7 +10,8 @@ MAX_NAMES, MAX_CHARACTERS = 2000, 300  # limits, since a comparison takes up to 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
     """Return the valid name closest to `word`, or None if none is close.
 
-    Dotted names are compared whole and by their last part, so `lr` finds `optimizer.lr`. A prefix of a name is close to it.
+    Dotted names are compared whole and by their last part, so `lr` finds `optimizer.lr`. A prefix of a name is close to
+    it.
     """
     word = word.lower()
     valid = list(islice(valid, MAX_NAMES))
@@ -30,6 +31,7 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Return ` Did you mean 'name'?` for the end of a message, or an empty string. The word itself is never suggested."""
+    """Return ` Did you mean 'name'?` for the end of a message, or an empty string. The word itself is never
+    suggested."""
     name = nearest(word, (name for name in valid if name != word))
     return f" Did you mean '{name}'?" if name else ""

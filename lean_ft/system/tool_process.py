@@ -1,6 +1,7 @@
 """The process of one call of a tool: it reads the call from standard input, and writes the result to standard output.
 
-It imports neither torch nor the rest of the library, so it starts in a fraction of a second. It ends, with the processes that
+It imports neither torch nor the rest of the library, so it starts in a fraction of a second. It ends, with the
+processes that
 the tool started, when the run does: the run alone holds the other end of a pipe.
 """
 

@@ -20,8 +20,8 @@ PROCESS_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda was: torch.set_default_device(None if was.type == "cpu" else was),
     ),
 }
-"""What a function must not change for the rest of the run: how to read it, and how to restore it. The current folder is restored
-by `user_code`."""
+"""What a function must not change for the rest of the run: how to read it, and how to restore it. The current folder is
+restored by `user_code`."""
 
 
 class UnchangedProcess:
@@ -33,8 +33,8 @@ class UnchangedProcess:
 
     @contextmanager
     def __call__(self, name: str, seed: int) -> Iterator[None]:
-        """Report that the function `name`, unless it is empty, is still running. Seed the random generators for it, and undo its changes of them and
-        of the process."""
+        """Report that the function `name`, unless it is empty, is still running. Seed the random generators for it, and
+        undo its changes of them and of the process."""
         before, random_state = [read() for read, _ in PROCESS_STATE.values()], capture_random_state(self._device)
         for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
             seed_generator(seed)

@@ -330,8 +330,9 @@ def as_text(value: Any, what: str, most_characters: int) -> str:
 def as_json(value: Any, what: str, otherwise: Callable[[Any], str] | None = None) -> Any:
     """Return a copy of a result as JSON types with valid text. Numbers that are not finite become texts.
 
-    Sets become sorted lists; arrays, dataclasses, enums and models of pydantic become their values; dates, paths, decimal
-    numbers and UUIDs become texts. otherwise: returns the text of other objects. Raises ValueError as `as_text`.
+    Sets become sorted lists; arrays, dataclasses, enums and models of pydantic become their values; dates, paths,
+    decimal numbers and UUIDs become texts. otherwise: returns the text of other objects. Raises ValueError as
+    `as_text`.
     """
 
     def unpack(item: Any) -> Any:

@@ -1,7 +1,7 @@
 """Load user code: a recipe's file, or a function that a setting names as FILE.py:FUNCTION.
 
-A function that is passed from Python becomes such a text too, `functions/NAME-HASH.py:NAME`, because settings are text in
-files and in other processes. The run directory gets its source, and this process keeps the function.
+A function that is passed from Python becomes such a text too, `functions/NAME-HASH.py:NAME`, because settings are text
+in files and in other processes. The run directory gets its source, and this process keeps the function.
 """
 
 import inspect
@@ -56,7 +56,8 @@ _HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
 
 
 def as_setting(value: Any) -> Any:
-    """Return the text that stands for a function, a callable object or a class in settings. Return other values unchanged.
+    """Return the text that stands for a function, a callable object or a class in settings. Return other values
+    unchanged.
 
     A class is called, and its object is used. Raises ValueError for a class that needs arguments, or whose objects
     cannot be called.
@@ -129,8 +130,8 @@ def check_function(value: str, kind: str = "function") -> str:
 def load_function(value: str, planned: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return the function FILE.py:FUNCTION. The file runs once per version, and may import modules of its folder.
 
-    A plan runs no user code: it gets `planned` instead, or None for a function that it never calls. Raises ValueError if
-    the file is missing, fails or lacks the function.
+    A plan runs no user code: it gets `planned` instead, or None for a function that it never calls. Raises ValueError
+    if the file is missing, fails or lacks the function.
     """
 
     def checked() -> Any:
@@ -153,11 +154,13 @@ def _load_function(value: str) -> Callable[..., Any]:
 
 
 def use_family(value: str | None, by_option: bool = False) -> str | None:
-    """Return FILE.py:NAME. From now on, models of this family use that row in this process. Raises ValueError if the file lacks it."""
+    """Return FILE.py:NAME. From now on, models of this family use that row in this process. Raises ValueError if the
+    file lacks it."""
     if value is not None:
         if not is_function_path(value) or not value.rpartition(":")[2]:
             raise ValueError(
-                f"expected FILE.py:NAME, a row in a file of yours, got {value!r}. A family that lean_ft reads needs no setting."
+                f"expected FILE.py:NAME, a row in a file of yours, got {value!r}. A family that lean_ft reads needs no "
+                "setting."
             )
         OWN_FAMILIES[value.rpartition(":")[2]] = OwnRow(check_function(value, "row"), by_option)
     return value

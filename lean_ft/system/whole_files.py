@@ -3,8 +3,8 @@
 A file or folder is complete or absent: it is written under a temporary name and then renamed. Files of a run are opened
 without following links, and JSON files are read up to a maximum size.
 
-The temporary name is `.NAME.tmp-NUMBER`; a replaced file is `.NAME.old-NUMBER` while it is deleted. A killed process may leave
-such files, but never a partial file under the final name.
+The temporary name is `.NAME.tmp-NUMBER`; a replaced file is `.NAME.old-NUMBER` while it is deleted. A killed process
+may leave such files, but never a partial file under the final name.
 """
 
 import json
@@ -25,8 +25,8 @@ LEFTOVER = re.compile(r"\..+\.(tmp|old)-\d+")
 def write_whole(path: Path, *, on_disk: bool = False) -> Iterator[Path]:
     """Yield a temporary path for a new file or folder, which replaces `path` when the block ends.
 
-    If the block fails, the old file stays and nothing else is left. `on_disk` first syncs the new content to disk, so that a
-    power failure leaves either the old or the new file.
+    If the block fails, the old file stays and nothing else is left. `on_disk` first syncs the new content to disk, so
+    that a power failure leaves either the old or the new file.
     """
     temporary, aside = _beside(path, "tmp"), _beside(path, "old")
     remove(temporary)  # may be left by a killed process with the same number
@@ -52,7 +52,8 @@ def write_json(path: Path, content: dict[str, Any], indent: int | None = 2, *, o
 
 
 def read_json(path: Path, purpose: str | None = None) -> dict[str, Any]:
-    """Return the object in a JSON file. A missing file gives an empty object, or with a `purpose` (why it is needed) an error.
+    """Return the object in a JSON file. A missing file gives an empty object, or with a `purpose` (why it is needed) an
+    error.
 
     Raises ValueError, with the path, for a missing file that is needed and for any other content.
     """
@@ -79,7 +80,8 @@ def kind(value: Any) -> str:
 
 
 def why_unusable(error: Exception) -> str:
-    """Describe in words what is wrong with foreign values, because Python's own errors name types and operations of our code."""
+    """Describe in words what is wrong with foreign values, because Python's own errors name types and operations of our
+    code."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, TypeError | AttributeError | IndexError | AssertionError | ArithmeticError):

@@ -1,9 +1,9 @@
 """The world that a recipe runs in: the real one, or that of a plan.
 
-A plan runs a recipe on tensors without contents: they have shapes, dtypes and lifetimes, and every value read from them is 1
-or True. Most of the library does not notice. Code that needs contents, a device or other processes passes the real work to a
-method of `world()`. The real world is the base class here and does this work. The world of a plan (`lean_ft.plan.world`)
-returns a stand-in of the same shape instead, and counts its memory and time.
+A plan runs a recipe on tensors without contents: they have shapes, dtypes and lifetimes, and every value read from them
+is 1 or True. Most of the library does not notice. Code that needs contents, a device or other processes passes the real
+work to a method of `world()`. The real world is the base class here and does this work. The world of a plan
+(`lean_ft.plan.world`) returns a stand-in of the same shape instead, and counts its memory and time.
 
 A recipe, also a copied and edited one, is planned as it is written, as long as it calls the library.
 """
@@ -36,8 +36,8 @@ class World:
         return contents()
 
     def tokenizer(self, load: Callable[[], T], images_of: Any) -> T:
-        """Load a tokenizer. A plan loads it on first use, since it may not need one; images_of: the path of a model with images, or
-        None."""
+        """Load a tokenizer. A plan loads it on first use, since it may not need one; images_of: the path of a model
+        with images, or None."""
         return load()
 
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
@@ -45,13 +45,14 @@ class World:
         return read()
 
     def fill(self, model: Any, open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
-        """Fill a model on the meta device. `open_weights` returns a function that sets one parameter by its name, which `fill`
-        gets. A plan opens no weights."""
+        """Fill a model on the meta device. `open_weights` returns a function that sets one parameter by its name, which
+        `fill` gets. A plan opens no weights."""
         fill(open_weights())
 
     def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         """Return the `rows` to sample together in a cache of `capacity` tokens: none in a plan, which has done it then.
-        `packed_bytes`: memory for packed copies of the weights. `copies`: 2 if rows can wait, which then take a second cache."""
+        `packed_bytes`: memory for packed copies of the weights. `copies`: 2 if rows can wait, which then take a second
+        cache."""
         return rows
 
     def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:
@@ -118,6 +119,7 @@ def capability(device: Any) -> tuple[int, int]:
 
 
 def in_chunks(total: int, size: int, shown: int = 1) -> Iterator[slice]:
-    """Slices of `size` that cover `total`; the last one may be shorter. All do the same work after the first `shown`."""
+    """Slices of `size` that cover `total`; the last one may be shorter. All do the same work after the first
+    `shown`."""
     for start in world().repeat(range(0, total, size), shown):
         yield slice(start, min(start + size, total))

@@ -1,8 +1,9 @@
 """Byte-level BPE of ASCII text, word by word: the ids of the `tokenizers` library in a third of its time.
 
 BPE never merges across the words that a pre-tokenizer splits a text into, and the same words occur again and again. The
-library computes the ids of each word once; a dictionary keeps them. The rest is splitting, which Python's `re` does the same
-way as the library for the patterns in `PATTERNS`, as long as the text is ASCII. Everything else goes to the library.
+library computes the ids of each word once; a dictionary keeps them. The rest is splitting, which Python's `re` does the
+same way as the library for the patterns in `PATTERNS`, as long as the text is ASCII. Everything else goes to the
+library.
 """
 
 import re
@@ -45,7 +46,8 @@ class AsciiWords:
 
     @classmethod
     def of(cls, tokenizer: HFTokenizer, spec: dict[str, Any]) -> "AsciiWords | None":
-        """Return None if this method may give other ids than the `tokenizer` that the tokenizer.json `spec` describes."""
+        """Return None if this method may give other ids than the `tokenizer` that the tokenizer.json `spec`
+        describes."""
         model, normalizer = spec["model"], spec.get("normalizer")
         changes_words = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "unk_token")
         if model.get("type") != "BPE" or any(model.get(name) for name in changes_words):
@@ -56,7 +58,8 @@ class AsciiWords:
         return None if pattern is None else cls(tokenizer, pattern)
 
     def encode(self, text: str) -> Encoding | None:
-        """Return the library's encoding of `text` without special tokens around it, or None if the library has to do it."""
+        """Return the library's encoding of `text` without special tokens around it, or None if the library has to do
+        it."""
         if NOT_PLAIN.search(text) or self._needs_library.search(text):
             return None
         ids: list[int] = []

@@ -1,11 +1,12 @@
 """Chat templates: the Jinja programs in a model folder that write messages as text.
 
 They run in Jinja's immutable sandbox with the functions that transformers provides, and within the limits of
-`lean_ft.tokenizers.template_limits`. Markers locate parts of the rendered text. They are Unicode noncharacters (U+FDD0 to
-U+FDEF, reserved for a program's internal use), rendered with the text and removed afterwards.
+`lean_ft.tokenizers.template_limits`. Markers locate parts of the rendered text. They are Unicode noncharacters (U+FDD0
+to U+FDEF, reserved for a program's internal use), rendered with the text and removed afterwards.
 
-A `{% generation %}` block records which message it belongs to: among the template's variables it looks for the same message
-object that it was rendered with (usually the loop's `message`). A block that finds none continues the block directly before it.
+A `{% generation %}` block records which message it belongs to: among the template's variables it looks for the same
+message object that it was rendered with (usually the loop's `message`). A block that finds none continues the block
+directly before it.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ from lean_ft.tokenizers.vocabulary import Span
 GENERATION_START, GENERATION_END = "\ufdd0", "\ufdd1"
 LITERAL_START, LITERAL_END = "\ufdd2", "\ufdd3"
 ANCHOR = "\ufdd4"
-# The indices of a block's messages follow GENERATION_START, and the index of an anchor's message follows ANCHOR, in these
-# characters.
+# The indices of a block's messages follow GENERATION_START, and the index of an anchor's message follows ANCHOR, in
+# these characters.
 TURN = {ord(character): 0xFDE0 + i for i, character in enumerate("0123456789,")}
 NUMBER = {mark: chr(digit) for digit, mark in TURN.items()}
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message with the same meaning
@@ -43,8 +44,8 @@ _GENERATION = re.compile(
 )
 _MAX_DATE_FORMAT = 200  # characters
 _ASSISTANT = "(assistant)"  # a variable that no template can name: id of each assistant message -> its index
-# Errors that a template can cause: RecursionError is a RuntimeError, bad JSON raises ValueError, and 1e999 raises NameError
-# since jinja2 compiles it to `inf`.
+# Errors that a template can cause: RecursionError is a RuntimeError, bad JSON raises ValueError, and 1e999 raises
+# NameError since jinja2 compiles it to `inf`.
 _FAILURES = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError, RuntimeError, MemoryError, NameError)
 
 # Variables that every caller passes, and keys of messages.
@@ -94,7 +95,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot render these messages: {reason}") from None
 
     def _writes_texts(self, variables: dict[str, Any]) -> bool:
-        """Whether the template writes contents that are strings. Some of models with images write content parts alone (SmolVLM)."""
+        """Whether the template writes contents that are strings. Some of models with images write content parts alone
+        (SmolVLM)."""
         if self._reads_texts is None:
             self._reads_texts = True  # while the probes are rendered, and for a template that rejects them
             with contextlib.suppress(ValueError):

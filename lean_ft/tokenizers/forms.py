@@ -1,9 +1,10 @@
 """Forms of messages: a chat is rendered in a form in which the chat template writes all its texts.
 
-A template skips a role or a key that it does not know, without an error. So each text of a chat (contents, reasoning, names
-and arguments of calls, results) must be found in the rendering. If one is missing, or the template fails, other forms of the
-same messages are tried: arguments of calls as JSON text or as objects, an absent content as null or as an empty text, calls
-under `function`, and developer messages as system messages. If no form is written whole, the chat is refused.
+A template skips a role or a key that it does not know, without an error. So each text of a chat (contents, reasoning,
+names and arguments of calls, results) must be found in the rendering. If one is missing, or the template fails, other
+forms of the
+same messages are tried: arguments of calls as JSON text or as objects, an absent content as null or as an empty text,
+calls under `function`, and developer messages as system messages. If no form is written whole, the chat is refused.
 
 Reasoning may be left out: templates drop that of earlier turns, as they do when the model samples. That is reported.
 
@@ -116,7 +117,8 @@ class _Rendering:
         return self.template.render(messages, self.tools, prompt, self.variables)
 
     def whole(self, messages: Messages, form: MessageForm, is_known: bool) -> WholeChat:
-        """Render a chat in a form. is_known: the form writes chats of this shape. Raises ValueError if a text is missing."""
+        """Render a chat in a form. is_known: the form writes chats of this shape. Raises ValueError if a text is
+        missing."""
         changed = _changed(messages, form)
         rendered = self.text(changed, self.prompt)
         written = MARKERS.sub("", rendered)
@@ -128,15 +130,16 @@ class _Rendering:
             number, part, text = lost[0]
             which = "" if part == "content" else f"a {part} of "
             raise ValueError(
-                f"the chat template does not write {which}message {number + 1} ({messages[number]['role']}): {text.strip()!r:.80}. "
-                "Remove it, or set data.chat_template to a template that writes it."
+                f"the chat template does not write {which}message {number + 1} ({messages[number]['role']}): "
+                f"{text.strip()!r:.80}. Remove it, or set data.chat_template to a template that writes it."
             )
         notes = [f"messages.{_name_of_reasoning(changed[one.message])}" for one in missing]
         notes += _unwritten_tools(self.tools, written)
         return WholeChat(changed, rendered, tuple(dict.fromkeys(notes)), form.roles == "system")
 
     def _absent(self, messages: Messages, written: str) -> set[tuple[int, str]]:
-        """Return the parts of messages whose anchors do not arrive; none if the template looks at both places of anchors."""
+        """Return the parts of messages whose anchors do not arrive; none if the template looks at both places of
+        anchors."""
         for place in ANCHOR_PLACES:
             marked = anchored(messages, place)
             try:
@@ -151,9 +154,9 @@ class _Rendering:
     def arguments(self, messages: Messages) -> Literal["given", "objects", "texts"]:
         """The form of arguments of calls that the template takes.
 
-        Arguments that are JSON in a string stay a string if the template writes strings unchanged (Qwen3, DeepSeek-V3), as in
-        transformers. If it would encode the string as JSON again, or fails on a string, it gets the parsed object. Objects
-        become JSON if the template takes strings alone, and would write an object as Python does.
+        Arguments that are JSON in a string stay a string if the template writes strings unchanged (Qwen3, DeepSeek-V3),
+        as in transformers. If it would encode the string as JSON again, or fails on a string, it gets the parsed
+        object. Objects become JSON if the template takes strings alone, and would write an object as Python does.
         """
         kinds = {type(call.get("arguments")) for message in messages for call in _functions(message)}
         if kinds.isdisjoint((str, dict)):
@@ -305,7 +308,8 @@ def _functions(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_calls(messages: Messages, change: Any, nested: bool = False) -> Messages:
-    """Apply `change` to the object with the name and the arguments of every call. nested: which becomes its `function`."""
+    """Apply `change` to the object with the name and the arguments of every call. nested: which becomes its
+    `function`."""
 
     def changed(call: Any) -> Any:
         if not isinstance(call, dict):

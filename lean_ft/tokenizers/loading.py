@@ -41,11 +41,11 @@ _STRETCHED = ("linear", "dynamic", "yarn")  # rope scalings whose factor multipl
 def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = None) -> Tokenizer:
     """Load the tokenizer of the model `path`: a folder, a Hub repository (`org/name`), or `tiny`, the embedded model.
 
-    Reads `tokenizer.json` if there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file as in Llama 3.
-    Special tokens and chat templates come from `tokenizer_config.json` and the files next to it, then from
-    `generation_config.json` and `config.json`. `chat_template` is a template file that replaces the folder's. Model settings
-    with `new_tokens` may replace the path. Raises ValueError if the folder has no tokenizer, if its files contradict each
-    other, or if a new token exists already.
+    Reads `tokenizer.json` if there is one, else `tokenizer.model`: SentencePiece, or a tiktoken rank file as in Llama
+    3. Special tokens and chat templates come from `tokenizer_config.json` and the files next to it, then from
+    `generation_config.json` and `config.json`. `chat_template` is a template file that replaces the folder's. Model
+    settings with `new_tokens` may replace the path. Raises ValueError if the folder has no tokenizer, if its files
+    contradict each other, or if a new token exists already.
     """
     images = False
     if isinstance(path, ModelConfig):
@@ -58,10 +58,12 @@ def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = 
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens of the longest text that the model of this config.json was made for, or None if unknown.
+    """Return the number of tokens of the longest text that the model of this config.json was made for, or None if
+    unknown.
 
-    That is `max_position_embeddings`, or the original context times the factor of the rotary scaling if that is longer: many
-    configs keep the unscaled number in `max_position_embeddings` (Qwen2.5 with yarn), since transformers reads both.
+    That is `max_position_embeddings`, or the original context times the factor of the rotary scaling if that is longer:
+    many configs keep the unscaled number in `max_position_embeddings` (Qwen2.5 with yarn), since transformers reads
+    both.
     """
     text = config.get("text_config")  # of a model that also reads images
     config = text if isinstance(text, dict) else config
@@ -97,8 +99,8 @@ def _load_tokenizer(path: str | Path, chat_template: Path | None, images: bool =
         return tokenizer
     except (AttributeError, KeyError, TypeError, UnicodeEncodeError) as error:  # a value of the wrong type
         raise ValueError(
-            f"{folder}: tokenizer_config.json or a file next to it is malformed: a value is missing, or has another type than "
-            "transformers writes. Get the files from the model's author again."
+            f"{folder}: tokenizer_config.json or a file next to it is malformed: a value is missing, or has another "
+            "type than transformers writes. Get the files from the model's author again."
         ) from error
 
 
@@ -168,8 +170,8 @@ def _sentencepiece_model(
     of_config = file.with_name("tokenizer_config.json")
     if unread := [name for name in _NOT_BESIDE_PIECES if config.get(name)]:
         raise ValueError(
-            f"{of_config}: {unread[0]} is {config[unread[0]]!r:.100}, which is not supported beside tokenizer.model. Save a "
-            "tokenizer.json with transformers."
+            f"{of_config}: {unread[0]} is {config[unread[0]]!r:.100}, which is not supported beside tokenizer.model. "
+            "Save a tokenizer.json with transformers."
         )
     if not isinstance(prefix := config.get("add_prefix_space"), bool | None):
         raise ValueError(f"{of_config}: add_prefix_space is {prefix!r:.100}; expected true, false or null.")
@@ -193,7 +195,8 @@ def _content(token: Any) -> str:
 def _added_tokens(
     config: dict[str, Any], legacy_added: dict[str, int], named: dict[str, str]
 ) -> list[tuple[int | None, AddedToken]]:
-    """Return every token that the configs name, with its id or None: declared tokens in order of id, then the others."""
+    """Return every token that the configs name, with its id or None: declared tokens in order of id, then the
+    others."""
     declared = dict[int, AddedToken]()
     for key, value in config.get("added_tokens_decoder", {}).items():
         if not re.fullmatch(r"\d{1,9}", key, re.ASCII):

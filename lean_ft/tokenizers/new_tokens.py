@@ -24,15 +24,16 @@ def copy_with_new_tokens(
     known: dict[str, int],
     special: frozenset[str],
 ) -> Path:
-    """Return a temporary folder with the tokenizer `files` of `folder` and the tokens `new`, whose ids begin at `first_id`.
+    """Return a temporary folder with the tokenizer `files` of `folder` and the tokens `new`, whose ids begin at
+    `first_id`.
 
-    `known` maps the tokenizer's added tokens to their ids; those in `special` are control tokens. The folder is deleted when
-    the process ends. Raises ValueError for a tokenizer without tokenizer.json.
+    `known` maps the tokenizer's added tokens to their ids; those in `special` are control tokens. The folder is deleted
+    when the process ends. Raises ValueError for a tokenizer without tokenizer.json.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
-            f"model.new_tokens needs a tokenizer.json, which {folder} lacks. Load and save the tokenizer with transformers' "
-            "AutoTokenizer, which writes a tokenizer.json."
+            f"model.new_tokens needs a tokenizer.json, which {folder} lacks. Load and save the tokenizer with "
+            "transformers' AutoTokenizer, which writes a tokenizer.json."
         )
     copy = Path(tempfile.mkdtemp(prefix="lean_ft_tokenizer_"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)

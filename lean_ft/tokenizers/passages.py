@@ -30,7 +30,8 @@ class Passage:
     num_other_prompts: int = 0
     """Assistant messages trained after another text than the prompt that generation starts from."""
     is_endless: bool = False
-    """Whether the last message is trained without a token that ends it: neither the template nor the tokenizer has one."""
+    """Whether the last message is trained without a token that ends it: neither the template nor the tokenizer has
+    one."""
     num_empty: int = 0
     """Assistant messages that may be trained but have no content and no tool call."""
     joined_by: str | None = None
@@ -59,8 +60,9 @@ def spans_of(wanted: list[int], turns: list[int], blocks: list[tuple[int | None,
     """Return the generation blocks of the messages `wanted`; `turns` are all the assistant's messages."""
     if wanted and wanted != turns and any(turn is None for turn, _ in blocks):
         raise ValueError(
-            "the chat template has a {% generation %} block outside its loop over the messages, so a single message cannot be "
-            "selected for training. Put the block inside the loop, or train all of the assistant's messages."
+            "the chat template has a {% generation %} block outside its loop over the messages, so a single message "
+            "cannot be selected for training. Put the block inside the loop, or train all of the assistant's "
+            "messages."
         )
     return [span for turn, span in blocks if wanted == turns or turn in wanted]
 
@@ -76,15 +78,17 @@ def without(spans: list[Span], holes: list[Span]) -> list[Span]:
 def with_image_texts(passage: Passage, placeholder: str, texts: Sequence[str], runs: Sequence[int]) -> Passage:
     """Replace the placeholders that the chat template wrote with the text of each image, which is not trained.
 
-    A placeholder that a message contains (`literal`) stays text. Raises ValueError if there are more or fewer placeholders.
+    A placeholder that a message contains (`literal`) stays text. Raises ValueError if there are more or fewer
+    placeholders.
     """
     typed = {start for start, _ in passage.literal}
     found = [match.span() for match in re.finditer(re.escape(placeholder), passage.text) if match.start() not in typed]
     if len(found) != len(texts):
         hint = " It may read texts only, and no content parts." if not found else ""
         raise ValueError(
-            f"the row has {counted(len(texts), 'images')}, and the chat template wrote {placeholder} {len(found)} times.{hint} Set "
-            "data.chat_template to a template that writes it for each content part of the type image."
+            f"the row has {counted(len(texts), 'images')}, and the chat template wrote {placeholder} {len(found)} "
+            f"times.{hint} Set data.chat_template to a template that writes it for each content part of the type "
+            "image."
         )
     ends = [end for _, end in found]
     grown = [0, *accumulate(len(text) - len(placeholder) for text in texts)]

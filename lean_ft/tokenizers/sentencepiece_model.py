@@ -1,8 +1,8 @@
 """SentencePiece models named `tokenizer.model`: Llama 2, Mistral 7B and other models of 2023.
 
 SentencePiece computes the ids of text. Control tokens are matched first, as in transformers. If `legacy` is true in
-tokenizer_config.json (default: false), text after a control token gets the word-start mark again. If `add_prefix_space` is false
-there, no text gets it.
+tokenizer_config.json (default: false), text after a control token gets the word-start mark again. If `add_prefix_space`
+is false there, no text gets it.
 """
 
 import re
@@ -17,8 +17,8 @@ from lean_ft.tokenizers.file_limits import MAX_TOKENS
 from lean_ft.tokenizers.vocabulary import AddedTokensFirst, Encoding, Span
 
 WORD_START = "▁"
-# A protobuf message may repeat a field: the later value wins, and sub-messages merge. These bytes, appended to a model, mean
-# `normalizer_spec { add_dummy_prefix: false }` in every version of the library.
+# A protobuf message may repeat a field: the later value wins, and sub-messages merge. These bytes, appended to a model,
+# mean `normalizer_spec { add_dummy_prefix: false }` in every version of the library.
 WITHOUT_WORD_START = b"\x1a\x02\x18\x00"
 
 
@@ -46,8 +46,8 @@ class SentencePieceModel(AddedTokensFirst):
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from None
         if add_prefix_space and not self._marks_words:
             raise ValueError(
-                f"{path} does not mark the start of a text, and tokenizer_config.json has add_prefix_space=true. Take both files "
-                "from the same model, or save a tokenizer.json with transformers."
+                f"{path} does not mark the start of a text, and tokenizer_config.json has add_prefix_space=true. Take "
+                "both files from the same model, or save a tokenizer.json with transformers."
             )
         self.adds_bos, self.adds_eos = adds_bos, adds_eos
         if (num_pieces := self._processor.get_piece_size()) > MAX_TOKENS:
@@ -65,8 +65,8 @@ class SentencePieceModel(AddedTokensFirst):
                 next_id = max(next_id, self.added[content] + 1)
             if declared_id is not None and self.added[content] != declared_id:
                 raise ValueError(
-                    f"{path}: tokenizer_config.json gives {content!r} the id {declared_id}, but in this model its id is "
-                    f"{self.added[content]}. Take both files from the same model."
+                    f"{path}: tokenizer_config.json gives {content!r} the id {declared_id}, but in this model its id "
+                    f"is {self.added[content]}. Take both files from the same model."
                 )
             if token.special:
                 control.add(content)

@@ -12,8 +12,8 @@ OLD_TEMPLATE = "chat_template.json"  # of processors
 
 
 def write_templates(folder: Path, templates: Mapping[str, str]) -> None:
-    """Write chat templates by name, and remove others from `folder`: transformers' processors prefer chat_template.json to
-    chat_template.jinja, and llama.cpp's converter prefers the field of tokenizer_config.json."""
+    """Write chat templates by name, and remove others from `folder`: transformers' processors prefer chat_template.json
+    to chat_template.jinja, and llama.cpp's converter prefers the field of tokenizer_config.json."""
     (folder / OLD_TEMPLATE).unlink(missing_ok=True)
     for place in TEMPLATE_FOLDERS:
         for file in (folder / place).glob("*.jinja"):

@@ -1,12 +1,12 @@
-"""Limits on the work of a chat template. A template comes with a model from anywhere; Jinja's sandbox keeps it from escaping,
-but not from running forever or filling the memory.
+"""Limits on the work of a chat template. A template comes with a model from anywhere; Jinja's sandbox keeps it from
+escaping, but not from running forever or filling the memory.
 
-The weight of a value is the number of its characters and elements; nested values count as often as they would be written out.
-One value (the output included) may weigh `MAX_VALUE`, and all values of a rendering `MAX_TOTAL`; both limits grow with the
-messages. An operation whose result could be much larger than its input (`*`, `replace`, `center` ...) is checked before it
-runs. Every operation and loop iteration also has a small cost, and every 64th checks the processor time of the thread (so a
-slow or paused machine rejects no template). Left out: a process with limits of the kernel, which would add a message exchange
-to every row.
+The weight of a value is the number of its characters and elements; nested values count as often as they would be
+written out. One value (the output included) may weigh `MAX_VALUE`, and all values of a rendering `MAX_TOTAL`; both
+limits grow with the messages. An operation whose result could be much larger than its input (`*`, `replace`, `center`
+...) is checked before it runs. Every operation and loop iteration also has a small cost, and every 64th checks the
+processor time of the thread (so a slow or paused machine rejects no template). Left out: a process with limits of the
+kernel, which would add a message exchange to every row.
 """
 
 import functools
@@ -85,7 +85,8 @@ class Budget:
         return weight
 
     def check(self, name: str, given: list[Any]) -> list[Any]:
-        """Raise TemplateLimitError if the result of `name` on `given[0]` with the other arguments may be over the limit.
+        """Raise TemplateLimitError if the result of `name` on `given[0]` with the other arguments may be over the
+        limit.
 
         Returns `given` with iterators turned into lists, since an iterator cannot be weighed.
         """

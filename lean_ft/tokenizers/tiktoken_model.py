@@ -1,7 +1,7 @@
 """tiktoken rank files named `tokenizer.model`, the layout of Meta's Llama 3 release.
 
-Each line holds a token's bytes in base64 and its rank. The file has no control tokens and no pattern. Both are Llama 3's,
-unless tokenizer_config.json lists other control tokens.
+Each line holds a token's bytes in base64 and its rank. The file has no control tokens and no pattern. Both are Llama
+3's, unless tokenizer_config.json lists other control tokens.
 """
 
 import base64

@@ -60,8 +60,9 @@ class TokenizerFiles(NamedTuple):
 class Tokenizer:
     """Text and chats to ids and back. Returned by `load_tokenizer`.
 
-    Also has transformers' names: a call, `len`, `apply_chat_template`, `eos_token_id`. `bos_id` and `eos_id` are None if the
-    model has no such token. `pad_id` is always an id and may equal `eos_id`: padding is recognized by position, never by id.
+    Also has transformers' names: a call, `len`, `apply_chat_template`, `eos_token_id`. `bos_id` and `eos_id` are None
+    if the model has no such token. `pad_id` is always an id and may equal `eos_id`: padding is recognized by position,
+    never by id.
     """
 
     def __init__(
@@ -170,11 +171,12 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Return the ids of a chat and a mask of trained tokens: the assistant's text and the token that ends its turn.
 
-        Each message is a dict with `role`, `content`, and any other keys that the chat template reads. Control tokens inside
-        a message are ordinary text. If the chat template ends a turn differently when other messages follow (gpt-oss: `<|end|>`
-        instead of `<|return|>`), that token is not trained. If the template writes no token after the last answer, one is
-        appended: the first token of the next turn, or eos. Raises ValueError if there is no chat template, if it rejects the
-        messages, or if a turn cannot be located.
+        Each message is a dict with `role`, `content`, and any other keys that the chat template reads. Control tokens
+        inside a message are ordinary text. If the chat template ends a turn differently when other messages follow
+        (gpt-oss: `<|end|>` instead of `<|return|>`), that token is not trained. If the template writes no token after
+        the last answer, one is
+        appended: the first token of the next turn, or eos. Raises ValueError if there is no chat template, if it
+        rejects the messages, or if a turn cannot be located.
         """
         passage = self.passage(messages, tools, add_generation_prompt, train_on, template_kwargs=template_kwargs)
         ids, mask = self.tokenize([passage])[0]
@@ -214,7 +216,8 @@ class Tokenizer:
         untrained: Collection[int] = (),
         template_kwargs: dict[str, Any] | None = None,
     ) -> Passage:
-        """Return the text of a chat with its trained spans; see `render`. The messages in `untrained` are not trained."""
+        """Return the text of a chat with its trained spans; see `render`. The messages in `untrained` are not
+        trained."""
         chat = self._rendered(messages, tools, add_generation_prompt, template_kwargs)
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
@@ -257,8 +260,8 @@ class Tokenizer:
         add_generation_prompt: bool,
         template_kwargs: dict[str, Any] | None,
     ) -> RenderedChat:
-        """Render a chat. Raises ValueError if the template rejects it, leaves out a text of it, or treats a typed control token as
-        its own."""
+        """Render a chat. Raises ValueError if the template rejects it, leaves out a text of it, or treats a typed
+        control token as its own."""
         messages, tools = plain(list(messages), "the messages"), plain(tools, "the tools")
         kwargs = self.chat_template_kwargs | (template_kwargs or {})
         self.check_template_kwargs(kwargs)
@@ -269,7 +272,8 @@ class Tokenizer:
                 meant = table("roles").get(role)
                 hint = f" Did you mean '{meant}'?" if meant in ROLES else did_you_mean(role, ROLES)
                 raise ValueError(
-                    f"message {number}: the chat template has no role {role!r}; expected one of {', '.join(ROLES)}.{hint}"
+                    f"message {number}: the chat template has no role {role!r}; expected one of "
+                    f"{', '.join(ROLES)}.{hint}"
                 )
         chat = forms.whole(messages, tools, add_generation_prompt, variables)
         marked_messages, num_literals = self._mark_literals(chat.messages)
@@ -288,8 +292,8 @@ class Tokenizer:
                 or not self.control_tokens.issuperset(typed)
             ):
                 raise ValueError(
-                    "a message contains a control token, and the chat template treats it as its own. Remove the control token "
-                    "from the message."
+                    "a message contains a control token, and the chat template treats it as its own. Remove the "
+                    "control token from the message."
                 )
         added, control = self._written_by_template, self.control_tokens
         notes = chat.unread, chat.developer_as_system
@@ -314,7 +318,8 @@ class Tokenizer:
             if passages[0].add_eos:  # the template writes no token there, only perhaps one that ends a tool call
                 continue
             last, earlier = (self._closing_tokens(passage) for passage in passages)
-            # Phi-3 writes `<|end|>` in both, and eos after the last turn. gpt-oss also writes `<|end|>` inside of a turn.
+            # Phi-3 writes `<|end|>` in both, and eos after the last turn. gpt-oss also writes `<|end|>` inside of a
+            # turn.
             ends |= {*last[:1], *(token for token in earlier[:1] if token in last and not passages[1].num_rewritten)}
         return frozenset(self.added_tokens[token] for token in ends)
 
@@ -337,8 +342,8 @@ class Tokenizer:
                 token = passage.text[start:end]
                 if self.added_tokens[token] in ids[encoding.touches([(start, end)])]:
                     raise ValueError(
-                        f"a message contains the control token {token!r}, which this tokenizer cannot encode as ordinary text. "
-                        "Remove it from the message."
+                        f"a message contains the control token {token!r}, which this tokenizer cannot encode as "
+                        "ordinary text. Remove it from the message."
                     )
             bos_id = self.bos_id if passage.add_bos and self.adds_bos else None
             if bos_id is not None and (len(ids) == 0 or ids[0] != bos_id):
@@ -359,8 +364,9 @@ class Tokenizer:
         is_image = ids == self.token_id(self.image_rules.token)
         if is_image.sum() != len(runs):
             raise ValueError(
-                f"the text has the image token {self.image_rules.token} {is_image.sum()} times, and its images have it {len(runs)} "
-                "times. Remove the token from the messages, or set data.chat_template to a template that does not write it."
+                f"the text has the image token {self.image_rules.token} {is_image.sum()} times, and its images have it "
+                f"{len(runs)} times. Remove the token from the messages, or set data.chat_template to a template that "
+                "does not write it."
             )
         counts = np.ones(len(ids), dtype=np.int64)
         counts[is_image] = runs
@@ -373,16 +379,18 @@ class Tokenizer:
         """
         if token not in self.control_tokens:
             raise ValueError(
-                f"pad_token={token!r} is not a control token of this tokenizer.{did_you_mean(token, self.control_tokens)}"
-                f" Choose one that does not end a turn: {', '.join(sorted(self.control_tokens))[:400]}."
+                f"pad_token={token!r} is not a control token of this "
+                f"tokenizer.{did_you_mean(token, self.control_tokens)} Choose one that does not end a turn: "
+                f"{', '.join(sorted(self.control_tokens))[:400]}."
             )
         self._new_pad_token, self.pad_id = token, self.added_tokens[token]
 
     def save(self, path: str | Path) -> None:
-        """Copy the tokenizer's files into the folder `path`. They change only if `pad_with` was called, or another chat template
-        replaced the folder's.
+        """Copy the tokenizer's files into the folder `path`. They change only if `pad_with` was called, or another chat
+        template replaced the folder's.
 
-        In a model's folder, add the ids that end a turn to generation_config.json, so that other programs stop there too.
+        In a model's folder, add the ids that end a turn to generation_config.json, so that other programs stop there
+        too.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -437,12 +445,14 @@ class Tokenizer:
             return self._templates["default"]
         named = f" named `default` (it has {', '.join(self._templates)})" if self._templates else ""
         raise ValueError(
-            f"this tokenizer has no chat template{named}, so it cannot encode messages. Use the instruction-tuned version of the "
-            "model, set data.chat_template=FILE to a Jinja chat template, or give the data as prompt/completion or text."
+            f"this tokenizer has no chat template{named}, so it cannot encode messages. Use the instruction-tuned "
+            "version of the model, set data.chat_template=FILE to a Jinja chat template, or give the data as "
+            "prompt/completion or text."
         )
 
     def _mark_literals(self, value: Any) -> tuple[Any, int]:
-        """Put literal markers around the control tokens in the texts of a plain value, names included; also return their number."""
+        """Put literal markers around the control tokens in the texts of a plain value, names included; also return
+        their number."""
         num_literals = 0
 
         def marked(value: Any) -> Any:

@@ -64,8 +64,8 @@ class TokenizerJson:
             got = self._tokenizer.token_to_id(token.content)
             if declared_id is not None and got != declared_id:
                 raise ValueError(
-                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but in this file it gets "
-                    f"the id {got}. Take both files from the same model."
+                    f"{path}: tokenizer_config.json gives {token.content!r} the id {declared_id}, but in this file it "
+                    f"gets the id {got}. Take both files from the same model."
                 )
 
         decoder = self._tokenizer.get_added_tokens_decoder()

@@ -2,14 +2,14 @@
 
 `{% generation %}` blocks mark the characters if the template has any. Otherwise the turn of message i begins where
 messages[:i] with the generation prompt end, and ends with the control token that the template writes after
-messages[: i + 1]. That token is trained; line breaks after it are not. Some templates write no such token: the next turn's
-first token ends the turn (GLM-4.5), or only the last turn stays open.
+messages[: i + 1]. That token is trained; line breaks after it are not. Some templates write no such token: the next
+turn's first token ends the turn (GLM-4.5), or only the last turn stays open.
 
 A template may write a message differently once others follow: Qwen3 drops its reasoning, gpt-oss ends the turn with
-`<|end|>` instead of `<|return|>`, and Mistral's moves the system message to the last user message. Then a beginning of the
-chat is no prefix of the whole. In that case, the chat is rendered with an anchor in each string of a message (`anchored`),
-and texts are compared from the last anchor that they share. The generation prompt may also contain text that a recorded turn
-lacks (DeepSeek-R1's `<think>`).
+`<|end|>` instead of `<|return|>`, and Mistral's moves the system message to the last user message. Then a beginning of
+the chat is no prefix of the whole. In that case, the chat is rendered with an anchor in each string of a message
+(`anchored`), and texts are compared from the last anchor that they share. The generation prompt may also contain text
+that a recorded turn lacks (DeepSeek-R1's `<think>`).
 
 A turn that cannot be located without doubt raises ValueError, and so does a span with an anchor of another message.
 """
@@ -55,9 +55,9 @@ class RenderedTurn:
 class RenderedChat:
     """A chat as text, in which `turn` finds the assistant's turns.
 
-    `full` is the rendering of all `messages`, followed by a generation prompt if `ends_with_prompt`. `render` renders other
-    messages. `added` matches the tokenizer's added tokens outside literal markers; `control` has the control tokens. The
-    messages may have anchors.
+    `full` is the rendering of all `messages`, followed by a generation prompt if `ends_with_prompt`. `render` renders
+    other messages. `added` matches the tokenizer's added tokens outside literal markers; `control` has the control
+    tokens. The messages may have anchors.
     """
 
     full: str
@@ -86,8 +86,8 @@ class RenderedChat:
         num_equal = len(tail) if rest.startswith(tail) else next(differing, len(rest))
         if num_equal < num_content:
             raise ValueError(
-                f"cannot find the end of the assistant's message {i + 1}: the chat template writes the message differently when "
-                f"other messages follow. {REMEDY}"
+                f"cannot find the end of the assistant's message {i + 1}: the chat template writes the message "
+                f"differently when other messages follow. {REMEDY}"
             )
         end, is_ended, is_open = num_equal, True, False
         if closing:
@@ -103,12 +103,14 @@ class RenderedChat:
         owners = {_owner(anchor) for anchor in ANCHORS.finditer(self.full)}
         if {_owner(anchor) for anchor in ANCHORS.finditer(self.full, *span)} != owners & {i}:
             raise ValueError(
-                f"cannot separate the assistant's message {i + 1} from others in the text that the chat template writes. {REMEDY}"
+                f"cannot separate the assistant's message {i + 1} from others in the text that the chat template "
+                f"writes. {REMEDY}"
             )
         return RenderedTurn(span, is_ended, is_open, follows_prompt)
 
     def turns(self, indices: Sequence[int]) -> tuple["RenderedChat", list[RenderedTurn]]:
-        """Return the turns of the messages `indices` and the chat that they are in, with anchors only if these are needed.
+        """Return the turns of the messages `indices` and the chat that they are in, with anchors only if these are
+        needed.
 
         Raises ValueError if a turn cannot be located.
         """
@@ -156,8 +158,8 @@ class RenderedChat:
             prompt = self.render(self.messages[:i], True)
         except ValueError as error:
             raise ValueError(
-                f"cannot find the start of the assistant's message {i + 1}: rendering the messages before it failed ({error}). "
-                f"{REMEDY}"
+                f"cannot find the start of the assistant's message {i + 1}: rendering the messages before it failed "
+                f"({error}). {REMEDY}"
             ) from None
         if text.startswith(prompt):
             return len(prompt), True
@@ -187,8 +189,8 @@ class RenderedChat:
             after_token = is_token
         if position <= begin:
             raise ValueError(
-                f"cannot find the start of the assistant's message {i + 1}: the chat template writes the messages before it "
-                f"differently when it follows. {REMEDY}"
+                f"cannot find the start of the assistant's message {i + 1}: the chat template writes the messages "
+                f"before it differently when it follows. {REMEDY}"
             )
         return position, False
 
@@ -234,7 +236,8 @@ class RenderedChat:
         return closing
 
     def _is_dropped(self, i: int) -> bool:
-        """Return whether `full` may have nothing of message `i`: the message has no content, and no anchor is left of it."""
+        """Return whether `full` may have nothing of message `i`: the message has no content, and no anchor is left of
+        it."""
         anchors = [_owner(anchor) for anchor in ANCHORS.finditer(self.full)]
         says_more = any(self.messages[i].get(key) for key in (*REASONING, "tool_calls"))
         return not self.messages[i].get("content") and i not in anchors and bool(anchors or not says_more)
@@ -264,7 +267,8 @@ class RenderedChat:
 
 
 def anchored(messages: Messages, place: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Return a copy of `messages` in which each string that templates write has an anchor with the number of its message.
+    """Return a copy of `messages` in which each string that templates write has an anchor with the number of its
+    message.
 
     The anchor is at the last empty match of `place`. A string without such a match has none.
     """
@@ -296,5 +300,6 @@ def _last_anchor(text: str) -> tuple[str, int]:
 
 
 def outside_literals(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern whose group 1 matches one of `tokens` that the template wrote. Literal spans match without it."""
+    """Return a pattern whose group 1 matches one of `tokens` that the template wrote. Literal spans match without
+    it."""
     return re.compile(f"{LITERAL_START}.*?{LITERAL_END}|({any_of(tokens).pattern})", re.DOTALL)

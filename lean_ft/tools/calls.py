@@ -1,7 +1,8 @@
 """Tool calls in the text of an assistant's turn, in the form that each family of models writes.
 
-A malformed call becomes a call with an `error`, which the model gets instead of a result, and its text stays in the turn's
-content. Qwen3-Coder and GLM write a parameter's value as plain text. The tool's schema says whether the value is that text, or JSON.
+A malformed call becomes a call with an `error`, which the model gets instead of a result, and its text stays in the
+turn's content. Qwen3-Coder and GLM write a parameter's value as plain text. The tool's schema says whether the value is
+that text, or JSON.
 """
 
 import ast
@@ -53,7 +54,8 @@ REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<chann
 
 
 def read_turn(form: CallForm, text: str, types: Types, opened: str = "") -> Turn:
-    """Read the text of a turn. opened: the beginning of reasoning in the prompt, if the turn begins inside of reasoning."""
+    """Read the text of a turn. opened: the beginning of reasoning in the prompt, if the turn begins inside of
+    reasoning."""
     begin = opened or next((one for one in REASONING if text.lstrip().startswith(one)), "")
     if not begin:
         return form.read(text, types)
@@ -120,8 +122,8 @@ def _call(name: Any, arguments: Any, id: Any = "") -> Call:
 
 
 def _json(body: str, types: Types) -> list[Call]:
-    """`{"name": "f", "arguments": {...}}`, a list of such objects, or several with `;` or spaces between them. Llama writes
-    `parameters`."""
+    """`{"name": "f", "arguments": {...}}`, a list of such objects, or several with `;` or spaces between them. Llama
+    writes `parameters`."""
     found, body = list[Call](), body.removeprefix("<|python_tag|>").lstrip()
     while body:
         value, end = _JSON.raw_decode(body)
@@ -136,7 +138,8 @@ def _json(body: str, types: Types) -> list[Call]:
 
 
 def _mistral(body: str, types: Types) -> list[Call]:
-    """`[{"name": "f", "arguments": {...}, "id": "..."}]`, or `f[CALL_ID]...[ARGS]{...}`, in which the id is optional."""
+    """`[{"name": "f", "arguments": {...}, "id": "..."}]`, or `f[CALL_ID]...[ARGS]{...}`, in which the id is
+    optional."""
     if body.startswith(("[", "{")):
         return _json(body, types)
     header, _, arguments = body.partition("[ARGS]")

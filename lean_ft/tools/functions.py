@@ -96,9 +96,9 @@ class Tools:
     ) -> list[Outcome]:
         """Run the calls of a turn side by side, each in a thread.
 
-        known: outcomes of earlier times, by the places of calls, which are not made again. finished: called with the place of a
-        call and its outcome, as soon as there is one. methods: of the environment of this turn, which run one after another in its
-        `thread`, because they share its state.
+        known: outcomes of earlier times, by the places of calls, which are not made again. finished: called with the
+        place of a call and its outcome, as soon as there is one. methods: of the environment of this turn, which run
+        one after another in its `thread`, because they share its state.
         """
         own = {method.__name__: method for method in methods}
         found, done = dict(known), queue.SimpleQueue[tuple[int, Outcome]]()
@@ -132,7 +132,10 @@ class Tools:
         if place >= self._settings.parallel:
             return f"error: this turn has too many tool calls. At most {self._settings.parallel} are made."
         if call.name not in self._functions:
-            return f"error: unknown tool '{call.name}'.{did_you_mean(call.name, self._functions)} Tools: {', '.join(self._functions)}."
+            return (
+                f"error: unknown tool '{call.name}'.{did_you_mean(call.name, self._functions)} Tools: "
+                f"{', '.join(self._functions)}."
+            )
         return ""
 
     def _outcome(self, call: Call, method: Callable[..., Any] | None, thread: CallThread | None) -> Outcome:

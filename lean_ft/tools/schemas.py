@@ -24,7 +24,8 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema that a chat template gets. Raises ValueError without a docstring, hints, or descriptions of parameters."""
+    """The schema that a chat template gets. Raises ValueError without a docstring, hints, or descriptions of
+    parameters."""
     name = getattr(function, "__name__", "operation")
     text = (inspect.getdoc(function) or "").strip()
     if not text:
@@ -92,6 +93,6 @@ def _of_hint(hint: Any, what: str) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object"} | ({"additionalProperties": _of_hint(args[1], what)} if len(args) == 2 else {})
     raise ValueError(
-        f"{what} has the type {str(hint).replace('typing.', '')}. Expected int, float, str, bool, an Enum or Literal of such values, "
-        "or list, tuple, dict and Union of them."
+        f"{what} has the type {str(hint).replace('typing.', '')}. Expected int, float, str, bool, an Enum or Literal "
+        "of such values, or list, tuple, dict and Union of them."
     )

@@ -1,8 +1,9 @@
 """Turns of an episode as tokens: what a sampled turn says, and the given tokens that follow it.
 
-An episode is one growing list of ids. The tokens after a turn come from a small chat of their own: a question, a turn with the
-same number of calls, their results and the generation prompt. Its text is encoded from the token that ends the turn on. So
-nothing earlier is rendered or encoded again, and the model continues from exactly the tokens that it sampled.
+An episode is one growing list of ids. The tokens after a turn come from a small chat of their own: a question, a turn
+with the same number of calls, their results and the generation prompt. Its text is encoded from the token that ends the
+turn on. So nothing earlier is rendered or encoded again, and the model continues from exactly the tokens that it
+sampled.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ class ToolTurns:
     ) -> None:
         """schemas: those of `Tools`, or none for turns without calls.
 
-        Raises ValueError if the chat template writes no tools, no results, calls in an unknown form, or no token after a turn.
+        Raises ValueError if the chat template writes no tools, no results, calls in an unknown form, or no token after
+        a turn.
         """
         self._tokenizer, self._schemas, self._kwargs = tokenizer, schemas or None, template_kwargs
         self._types: Types = {
@@ -65,8 +67,8 @@ class ToolTurns:
         self._opened = next((one for one in REASONING if all(text.rstrip().endswith(one) for text in prompts)), "")
 
     def read(self, ids: Sequence[int]) -> Turn:
-        """What the sampled `ids` of a turn say. A malformed call has an `error`, and its text is in the content. A call inside of
-        reasoning is text."""
+        """What the sampled `ids` of a turn say. A malformed call has an `error`, and its text is in the content. A call
+        inside of reasoning is text."""
         text = self._sampled(ids)
         content, calls = read_turn(self._form, text, self._types, self._opened) if self._form else (text, [])
         if len(calls) > 1 and not self._takes_several:
@@ -92,13 +94,14 @@ class ToolTurns:
         return self._control.sub("", text).strip()
 
     def reply(self, ids: Sequence[int], calls: Sequence[Call], results: Sequence[str]) -> list[int]:
-        """The given ids that follow the sampled `ids` of a turn with `calls`: what the template writes after the turn, the
-        results in the order of the calls, and the generation prompt. Control tokens in a result are ordinary text."""
+        """The given ids that follow the sampled `ids` of a turn with `calls`: what the template writes after the turn,
+        the results in the order of the calls, and the generation prompt. Control tokens in a result are ordinary
+        text."""
         return self._after(ids, calls, _results(calls, results))
 
     def observation(self, ids: Sequence[int], messages: Messages) -> list[int]:
-        """The given ids that follow the sampled `ids` of a turn without calls: `messages`, whose contents are texts, and the
-        generation prompt."""
+        """The given ids that follow the sampled `ids` of a turn without calls: `messages`, whose contents are texts,
+        and the generation prompt."""
         return self._after(ids, [], messages)
 
     def begin(self, name: str) -> list[int]:
@@ -141,7 +144,8 @@ class ToolTurns:
         return found.start()
 
     def _turn(self, calls: Sequence[Call], arguments: dict[str, Any] = ARGUMENTS) -> Messages:
-        """A question, and a turn with calls of these names, or else with an answer. The mark is the last text of the turn."""
+        """A question, and a turn with calls of these names, or else with an answer. The mark is the last text of the
+        turn."""
         tool_calls = [
             {"type": "function", "id": _id(i, call), "function": {"name": _name(call), "arguments": arguments}}
             for i, call in enumerate(calls)

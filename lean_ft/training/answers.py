@@ -1,9 +1,9 @@
 """Answer held-out questions with the model, and count the answers that match exactly.
 
-The loss measures how likely the right answer was; this measures whether the model gives it. The right answer is the last
-trained stretch of a held-out sequence, or the part of it that a pattern finds, such as the last line of a worked solution.
-The question is everything before it (in a chat, up to the header of the last assistant turn). Decoding is greedy, so it draws
-no random number and does not change the run.
+The loss measures how likely the right answer was; this measures whether the model gives it. The right answer is the
+last trained stretch of a held-out sequence, or the part of it that a pattern finds, such as the last line of a worked
+solution. The question is everything before it (in a chat, up to the header of the last assistant turn). Decoding is
+greedy, so it draws no random number and does not change the run.
 """
 
 import re
@@ -26,7 +26,8 @@ _SHOWN = 40  # characters of a question or an answer in a sample line
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
-    """A question, the expected answer and the model's answer; with a pattern, the parts of the answers that it finds."""
+    """A question, the expected answer and the model's answer; with a pattern, the parts of the answers that it
+    finds."""
 
     question: str
     expected: str
@@ -94,10 +95,10 @@ def answer_held_out(
 ) -> AnswerReport:
     """Return the model's greedy answers to at most `max_questions` held-out sequences, evenly spaced.
 
-    An answer may have as many tokens as the longest expected answer in its batch. With a regular expression `pattern`, the
-    first group of its last match is compared (or the whole match), and an answer may have twice the tokens of the longest
-    expected answer. No batch has more positions than the largest held-out batch. Raises ValueError if a sequence has no
-    question (plain text), or the pattern finds nothing in an expected answer.
+    An answer may have as many tokens as the longest expected answer in its batch. With a regular expression `pattern`,
+    the first group of its last match is compared (or the whole match), and an answer may have twice the tokens of the
+    longest expected answer. No batch has more positions than the largest held-out batch. Raises ValueError if a
+    sequence has no question (plain text), or the pattern finds nothing in an expected answer.
     """
     questions, most_tokens = list[tuple[Document, list[int]]](), 0
     for batch in held_out:  # whose images are not kept

@@ -1,13 +1,13 @@
 """Bad steps: steps whose loss or gradients are not finite. They are counted and logged, and end the run after too many.
 
-`lean_ft.optim.Optimizer` skips a bad step, so the weights stay good. Its loss is null in metrics.jsonl, and `non_finite` has
-the value. Its batches are kept in
+`lean_ft.optim.Optimizer` skips a bad step, so the weights stay good. Its loss is null in metrics.jsonl, and
+`non_finite` has the value. Its batches are kept in
 
     bad_batches/step_00000012.safetensors    0.input_ids, 0.labels, 0.positions ... of each micro-batch
     bad_batches/step_00000012.json           the step's line of metrics, and the text of its rows
 
-float16 gradients that overflow at a loss scale above 1 are not a bad step: the scale is adjusted that way. A loss that stays
-at the logarithm of the vocabulary size, as for a model that predicts nothing, is logged too.
+float16 gradients that overflow at a loss scale above 1 are not a bad step: the scale is adjusted that way. A loss that
+stays at the logarithm of the vocabulary size, as for a model that predicts nothing, is logged too.
 """
 
 import json
@@ -91,10 +91,10 @@ class BadSteps:
         saved = f"The newest checkpoint is {newest}." if newest else "There is no checkpoint."
         shown = ", ".join(map(str, self.steps[:10])) + (" ..." if len(self.steps) > 10 else "")
         return (
-            f"{counted(self.count, 'steps')} of this run had a loss or gradients that were not finite (since this start: {shown}), "
-            f"more than max_bad_steps={self._limit}. They did not change the weights. {saved}\n"
-            f"Check the batches in {self._directory / FOLDER}. Try a lower optimizer.lr, a warm-up (schedule.warmup_steps) or "
-            f"clip_grad_norm=1.0. Set a larger max_bad_steps to continue anyway."
+            f"{counted(self.count, 'steps')} of this run had a loss or gradients that were not finite (since this "
+            f"start: {shown}), more than max_bad_steps={self._limit}. They did not change the weights. {saved}\nCheck "
+            f"the batches in {self._directory / FOLDER}. Try a lower optimizer.lr, a warm-up (schedule.warmup_steps) "
+            "or clip_grad_norm=1.0. Set a larger max_bad_steps to continue anyway."
         )
 
     def say_totals(self) -> None:
@@ -113,8 +113,9 @@ class BadSteps:
             say(
                 "WARNING",
                 f"the model predicts nothing: for {UNIFORM_STEPS} steps, up to step {row['step']}, the loss has been "
-                f"{self._uniform_loss:.4g}, as if all tokens of the vocabulary were equally likely. The weights may be random or "
-                "have collapsed. Check model.path and model.random_init, and try a lower optimizer.lr with a warm-up.",
+                f"{self._uniform_loss:.4g}, as if all tokens of the vocabulary were equally likely. The weights may be "
+                "random or have collapsed. Check model.path and model.random_init, and try a lower optimizer.lr with "
+                "a warm-up.",
             )
             self._uniform_loss = None
 

@@ -74,8 +74,8 @@ def write_checkpoint(
 ) -> Path:
     """Write `directory/step_...` whole or not at all, replacing one of the same step, and return it.
 
-    All `ranks` call it. Each writes its part of the tensors, and rank 0 writes the other files. Raises OSError on every rank
-    if the disk has too little room (nothing is written then) or a file cannot be written.
+    All `ranks` call it. Each writes its part of the tensors, and rank 0 writes the other files. Raises OSError on every
+    rank if the disk has too little room (nothing is written then) or a file cannot be written.
     """
     final = directory / f"step_{step:08d}"
     with ExitStack() as whole_or_not:
@@ -129,8 +129,8 @@ def whole_bytes(parts: Mapping[str, Part]) -> int:
 def restore_weights(folder: Path, model: nn.Module) -> None:
     """Read the checkpoint's weights into the live parameters of `model`, bit for bit and without a second copy.
 
-    With an adapter, read the adapter alone: the base weights never change. Raises ValueError if the tensors differ from the
-    model's in name, shape or dtype.
+    With an adapter, read the adapter alone: the base weights never change. Raises ValueError if the tensors differ from
+    the model's in name, shape or dtype.
     """
     if has_adapter(model):
         restore_adapter(folder, model)  # pyright: ignore[reportArgumentType]
@@ -170,14 +170,15 @@ def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
         if entry is not None and (entry.shape, entry.dtype) != (tuple(own.shape), own.dtype):
             raise ValueError(
                 f"{folder / OPTIMIZER_FILE}: {name} is {entry.dtype_name} of shape {list(entry.shape)}, but the "
-                f"optimizer has {own.dtype} of shape {list(own.shape)}. Resume with the model, dtype and optimizer settings "
-                f"of the run that saved it."
+                f"optimizer has {own.dtype} of shape {list(own.shape)}. Resume with the model, dtype and optimizer "
+                "settings of the run that saved it."
             )
     optimizer.load_state_dict(_TensorsOnDisk(stored, parts))
 
 
 class _TensorsOnDisk(UserDict[str, Any]):
-    """Tensors of a safetensors file by name. Each access reads the tensor, or this rank's part of it, into new memory."""
+    """Tensors of a safetensors file by name. Each access reads the tensor, or this rank's part of it, into new
+    memory."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
         super().__init__(stored)

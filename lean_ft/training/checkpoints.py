@@ -1,11 +1,11 @@
 """A run's checkpoints: when one is saved, what it holds, which earlier ones are deleted, and what a resumed run reads.
 
-An earlier checkpoint is deleted only after the one that replaces it is whole and on the disk, so a run with `keep_last=1`
-needs room for two.
+An earlier checkpoint is deleted only after the one that replaces it is whole and on the disk, so a run with
+`keep_last=1` needs room for two.
 
-With `save_async` a thread writes from a copy in host memory while training continues, and the run raises the thread's error.
-The copy holds the trained weights and the optimizer state; frozen weights are shared. On a CPU it doubles the memory of
-weights and state until it is written.
+With `save_async` a thread writes from a copy in host memory while training continues, and the run raises the thread's
+error. The copy holds the trained weights and the optimizer state; frozen weights are shared. On a CPU it doubles the
+memory of weights and state until it is written.
 """
 
 import math
@@ -93,8 +93,9 @@ class Checkpoints:
         self._carried = None if isinstance(carried, nn.Module) else carried
 
     def restore(self, start: Start) -> None:
-        """Read the checkpoint that the run starts from, without the random state. For a complete run, which can still answer
-        questions, read the weights alone. Raises ValueError if it is not of this model and optimizer, or damaged."""
+        """Read the checkpoint that the run starts from, without the random state. For a complete run, which can still
+        answer questions, read the weights alone. Raises ValueError if it is not of this model and optimizer, or
+        damaged."""
         folder, state = start.folder, start.state
         assert folder is not None
         self.newest, self.saved_steps = folder, start.step
@@ -129,8 +130,8 @@ class Checkpoints:
         if free < saves * needed:
             say(
                 "disk",
-                f"{gibibytes(free)} free; the {saves} checkpoints of this run need up to {gibibytes(saves * needed)}. The run "
-                "stops when a checkpoint does not fit",
+                f"{gibibytes(free)} free; the {saves} checkpoints of this run need up to {gibibytes(saves * needed)}. "
+                "The run stops when a checkpoint does not fit",
             )
 
     def place(self) -> Place:
@@ -184,8 +185,8 @@ class Checkpoints:
     def save(self, done: int, *, wait: bool, place: Place | None = None) -> None:
         """Write the checkpoint of `done` steps, in the background with `save_async` unless `wait`.
 
-        The checkpoint holds the run's place now, or an earlier `place`. Raises TrainingFailed if the weights are not finite or
-        it cannot be written.
+        The checkpoint holds the run's place now, or an earlier `place`. Raises TrainingFailed if the weights are not
+        finite or it cannot be written.
         """
         place = place or self.place()
         ranks, bad_steps, started = self._ranks, self._bad_steps, time.perf_counter()
@@ -215,8 +216,8 @@ class Checkpoints:
             except OSError as error:
                 newest = f"The newest checkpoint is {self.newest}" if self.newest else "There is no earlier checkpoint"
                 raise TrainingFailed(
-                    f"The checkpoint of step {done} was not written: {error}\n{newest}. Fix the disk, then run the same "
-                    f"command again:\n{command_to_continue(self._cfg)}"
+                    f"The checkpoint of step {done} was not written: {error}\n{newest}. Fix the disk, then run the "
+                    f"same command again:\n{command_to_continue(self._cfg)}"
                 ) from error
             say("saved", f"{self.newest} in {duration(time.perf_counter() - started)}{copied}")
             self.remove_superseded(done)
@@ -273,8 +274,8 @@ def most_checkpoints(length: Length, start_step: int) -> int:
 
 
 def host_copies(parts: Mapping[str, Part], trained: Collection[int] | None = None) -> dict[str, Part]:
-    """The parts with copies of their tensors on the CPU. `trained`: addresses of the memory that changes; parts in other memory
-    (frozen weights) are shared."""
+    """The parts with copies of their tensors on the CPU. `trained`: addresses of the memory that changes; parts in
+    other memory (frozen weights) are shared."""
     return {
         name: part
         if trained is not None and part.values.untyped_storage().data_ptr() not in trained

@@ -35,8 +35,8 @@ def command_to_continue(cfg: RecipeConfig) -> str:
 
 
 def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer, *, scores: bool) -> str | None:
-    """The command that tries the trained model: chat or generate, or with `scores` the objective's own on the run's rows. None if
-    it has none."""
+    """The command that tries the trained model: chat or generate, or with `scores` the objective's own on the run's
+    rows. None if it has none."""
     family = None if (model := cfg.group(ModelConfig)) is None else model.family
     if not scores:
         chats = tokenizer.chat_template is not None

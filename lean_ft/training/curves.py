@@ -1,7 +1,7 @@
 """Curves of runs, drawn by matplotlib, the `plots` extra; and the results and settings of runs, for tables.
 
-There is a panel for each metric in metrics.jsonl, with its held-out values: the objective's progress first (rewards, or the
-loss), then its other metrics, learning rate, memory and speed. A metric with a single value becomes a line of text.
+There is a panel for each metric in metrics.jsonl, with its held-out values: the objective's progress first (rewards, or
+the loss), then its other metrics, learning rate, memory and speed. A metric with a single value becomes a line of text.
 """
 
 import io
@@ -237,7 +237,8 @@ def _literal(text: str) -> str:
 
 
 def _metrics(curves: list[Curves]) -> dict[str, str]:
-    """Metric of any run -> title of its panel, in the order of the panels. A held-out metric is in the panel of its training
+    """Metric of any run -> title of its panel, in the order of the panels. A held-out metric is in the panel of its
+    training
     metric, unless there is none: eval_macro_f1."""
     found = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
     found |= dict.fromkeys(["memory"] if "peak_memory_bytes" in found else [])

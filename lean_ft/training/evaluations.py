@@ -64,8 +64,8 @@ def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:
 
 
 def missing_evaluations(cfg: RecipeConfig, start: Start, length: Length, *, has_held_out: bool) -> tuple[bool, bool]:
-    """Whether the step that a run starts at lacks its evaluation on held-out rows, and its tasks, because an earlier start was
-    interrupted in them."""
+    """Whether the step that a run starts at lacks its evaluation on held-out rows, and its tasks, because an earlier
+    start was interrupted in them."""
     if not start.is_own or start.folder is None:
         return False, False
 

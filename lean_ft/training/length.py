@@ -26,7 +26,8 @@ class Length:
 
     @property
     def limits(self) -> str:
-        """The settings that end the run: `max_steps`, `max_steps and epochs`, or `epochs (max_steps=9 needs epochs=5)`."""
+        """The settings that end the run: `max_steps`, `max_steps and epochs`, or `epochs (max_steps=9 needs
+        epochs=5)`."""
         if self.stops_early:
             return "stop_after_evals"
         bound, by_epochs = self.cfg.max_steps, self._epoch_steps
@@ -59,8 +60,8 @@ class Length:
         )
 
     def num_due(self, every: Every, done_steps: int) -> int:
-        """How many times an event has been due after `done_steps`: `every` so many steps, each epoch, or each share of an epoch.
-        An event with `every=0` is never due."""
+        """How many times an event has been due after `done_steps`: `every` so many steps, each epoch, or each share of
+        an epoch. An event with `every=0` is never due."""
         if not every:
             return 0
         if isinstance(every, int):

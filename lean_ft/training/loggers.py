@@ -1,9 +1,10 @@
 """Metrics loggers besides metrics.jsonl: a CSV file, TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab.
 
-Each logger gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the run's settings. All
-but CSV also get the samples of online runs. All that a logger gets is redacted here, and no logger records the command. A resumed run continues the same record: the service's id of the run is kept in
-`loggers.json` of the run directory. A logger that fails during the run (a lost network) is disabled with one log line; the
-metrics that it misses are in metrics.jsonl. The packages come with the extras `tensorboard`, `wandb`, `mlflow`, `trackio` and
+Each logger gets the numbers of every line of metrics.jsonl under the same names, by optimizer step, and the run's
+settings. All but CSV also get the samples of online runs. All that a logger gets is redacted here, and no logger
+records the command. A resumed run continues the same record: the service's id of the run is kept in `loggers.json` of
+the run directory. A logger that fails during the run (a lost network) is disabled with one log line; the metrics that
+it misses are in metrics.jsonl. The packages come with the extras `tensorboard`, `wandb`, `mlflow`, `trackio` and
 `swanlab`.
 """
 
@@ -270,10 +271,11 @@ def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 
 class _Trackio(_Logger):
-    """A Trackio run: on the server that a variable names, or in Trackio's folder; with log.offline in the run directory.
+    """A Trackio run: on the server that a variable names, or in Trackio's folder; with log.offline in the run
+    directory.
 
-    Trackio's threads write the lines. A step that is repeated after a resume is there twice. Trackio asks the Hub for the
-    name of the account, if this machine has a token; HF_HUB_OFFLINE=1 prevents it.
+    Trackio's threads write the lines. A step that is repeated after a resume is there twice. Trackio asks the Hub for
+    the name of the account, if this machine has a token; HF_HUB_OFFLINE=1 prevents it.
     """
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
@@ -285,8 +287,8 @@ class _Trackio(_Logger):
             trackio = importlib.import_module("trackio")
             if cfg.offline and Path(trackio.utils.TRACKIO_DIR) != where:
                 raise ValueError(
-                    f"Trackio has one folder per process, and it is {trackio.utils.TRACKIO_DIR}. Start this run in a new "
-                    "process, or set log.offline=false."
+                    f"Trackio has one folder per process, and it is {trackio.utils.TRACKIO_DIR}. Start this run in a "
+                    "new process, or set log.offline=false."
                 )
             quiet = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
             resume = "allow" if known else "never"
@@ -307,10 +309,11 @@ class _Trackio(_Logger):
 
 
 class _SwanLab(_Trackio):
-    """A SwanLab run, resumed under the same id. It gets no command, environment, console output, packages or git remote.
+    """A SwanLab run, resumed under the same id. It gets no command, environment, console output, packages or git
+    remote.
 
-    With log.offline, each start writes a folder below `swanlab/` of the run directory, with the same id of the run. SwanLab
-    writes the last lines when the run ends; if it is killed, only metrics.jsonl has them.
+    With log.offline, each start writes a folder below `swanlab/` of the run directory, with the same id of the run.
+    SwanLab writes the last lines when the run ends; if it is killed, only metrics.jsonl has them.
     """
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):

@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON line per optimizer step and per evaluation.
 
-Losses and norms stay on the device until the lines are written (every `log_every` steps), so the host waits for the device
-only then. A step's time runs from its start to `record`: batch, forward, backward and update, without evaluations and
-checkpoints.
+Losses and norms stay on the device until the lines are written (every `log_every` steps), so the host waits for the
+device only then. A step's time runs from its start to `record`: batch, forward, backward and update, without
+evaluations and checkpoints.
 """
 
 import json
@@ -104,7 +104,8 @@ class Metrics:
     ) -> None:
         """Record optimizer step number `step` (from 1), which ends now. Copies the tensors without waiting.
 
-        `values` are `loss` and `grad_norm`, which every line has, and further values, left out if None. Without a target, means
+        `values` are `loss` and `grad_norm`, which every line has, and further values, left out if None. Without a
+        target, means
         over targets are left out: the loss, and further tensors. `skipped`: the update was not made.
         """
         assert self._started is not None
@@ -226,8 +227,8 @@ def is_number(value: Any) -> bool:
 def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> None:
     """Cut metrics.jsonl back to the lines of the first `step` steps.
 
-    The first unreadable line and all lines after it are removed. If the file should have every step and steps are lost (a
-    power cut can leave zeros), the damaged file is kept under another name and a warning is logged.
+    The first unreadable line and all lines after it are removed. If the file should have every step and steps are lost
+    (a power cut can leave zeros), the damaged file is kept under another name and a warning is logged.
     """
     if not path.exists():
         return
@@ -240,8 +241,8 @@ def trim_metrics(path: Path, step: int, *, has_every_step: bool = True) -> None:
                 shutil.copyfile(path, copy)
             say(
                 "WARNING",
-                f"{path} lost the lines of steps {reached + 1} to {step}: line {len(rows) + 1} is damaged or missing. The run "
-                f"continues, without these steps in its curves. The damaged file is kept as {damaged}.",
+                f"{path} lost the lines of steps {reached + 1} to {step}: line {len(rows) + 1} is damaged or missing. "
+                f"The run continues, without these steps in its curves. The damaged file is kept as {damaged}.",
             )
         file.truncate(kept_bytes)
 

@@ -29,8 +29,8 @@ def start(cfg: RecipeConfig) -> torch.device:
     `model.dtype=bfloat16` for speed.
 
     Raises:
-        ValueError: the device is missing or cannot compute in `model.dtype`, or `output_dir` cannot hold this run (checked
-            here, before a model is loaded).
+        ValueError: the device is missing or cannot compute in `model.dtype`, or `output_dir` cannot hold this run
+            (checked here, before a model is loaded).
     """
     return world().start(cfg, _prepare)
 
@@ -44,8 +44,8 @@ def _prepare(cfg: RecipeConfig) -> torch.device:
         if cfg.gradient_accumulation_steps % number:
             say(
                 "WARNING",
-                f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is not a multiple of {number}, so some of the {size} "
-                f"processes are idle in part of each step. Set a multiple of {number}",
+                f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is not a multiple of {number}, so some "
+                f"of the {size} processes are idle in part of each step. Set a multiple of {number}",
             )
     model = cfg.group(ModelConfig)
     notes = check_dtype(model.dtype, device) if model is not None else []
@@ -93,13 +93,13 @@ def _device_of_rank(device: torch.device) -> torch.device:
 
 
 def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
-    """Return the number of groups that `size` processes divide a step's batches over. Raises ValueError for settings that do not
-    support so many processes."""
+    """Return the number of groups that `size` processes divide a step's batches over. Raises ValueError for settings
+    that do not support so many processes."""
     parallel = cfg.group(ParallelConfig)
     if parallel is None:
         raise ValueError(
-            f"this recipe has no `parallel` settings, so it needs one process, and {size} were started. Start one process, or "
-            "run a recipe with `parallel` settings (finetune, dpo)."
+            f"this recipe has no `parallel` settings, so it needs one process, and {size} were started. Start one "
+            "process, or run a recipe with `parallel` settings (finetune, dpo)."
         )
     check_number(parallel, size)
     refuse_cuts(cfg)
@@ -109,7 +109,8 @@ def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
         groups = f"the {size} processes" if sharing == 1 else f"the {number} groups of {sharing} processes"
         raise ValueError(
             f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} counts the batches of a step over all "
-            f"processes, so some of {groups} would have no batch. Set gradient_accumulation_steps={number}, or a multiple."
+            f"processes, so some of {groups} would have no batch. Set gradient_accumulation_steps={number}, or a "
+            "multiple."
         )
     memory, lora = cfg.group(MemoryConfig), cfg.group(LoRAConfig)
     alone = {

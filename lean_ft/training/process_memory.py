@@ -1,8 +1,8 @@
 """The memory of this process, as the operating system and the device's allocator count it.
 
 Resident memory is the physical memory of the process: weights, gradients, optimizer state, and freed memory that the
-allocator has not returned. On a GPU the peak is the caching allocator's: the most bytes in live tensors at one time. Nothing
-here waits for the device.
+allocator has not returned. On a GPU the peak is the caching allocator's: the most bytes in live tensors at one time.
+Nothing here waits for the device.
 
 Source: proc(5), `/proc/[pid]/status` (VmRSS, VmHWM).
 """
@@ -42,8 +42,8 @@ def peak_rss_bytes() -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of training on `device`, in bytes: the allocator's peak on CUDA, the process's peak on a CPU, the current
-    allocation on MPS, whose allocator keeps no peak."""
+    """Peak memory of training on `device`, in bytes: the allocator's peak on CUDA, the process's peak on a CPU, the
+    current allocation on MPS, whose allocator keeps no peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":

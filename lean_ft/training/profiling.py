@@ -3,8 +3,8 @@
 trace.json.gz    every operation and allocation, for https://ui.perfetto.dev or chrome://tracing
 operations.txt   PyTorch's table of operations by self time, summed over the profiled steps
 
-The profiler is PyTorch's, with its waiting and warm-up steps. The trace names the modules, by hooks, which would recompile
-compiled layers. So with compile=true the trace has no modules, and kernels have the compiler's names.
+The profiler is PyTorch's, with its waiting and warm-up steps. The trace names the modules, by hooks, which would
+recompile compiled layers. So with compile=true the trace has no modules, and kernels have the compiler's names.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ _ROWS = 40  # of operations.txt
 
 @contextmanager
 def profiled(cfg: RecipeConfig, model: nn.Module, device: torch.device, writes: bool) -> Iterator[Observer]:
-    """Context manager with the profiler, which observes the steps; an observer that does nothing if nothing is profiled."""
+    """Context manager with the profiler, which observes the steps; an observer that does nothing if nothing is
+    profiled."""
     if not cfg.profile or not writes:
         yield Observer()
         return

@@ -90,7 +90,8 @@ class DirectoryLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Release the lock. The file stays: if it were deleted, two waiting processes could lock two different files."""
+        """Release the lock. The file stays: if it were deleted, two waiting processes could lock two different
+        files."""
         self._file.close()
 
 
@@ -181,7 +182,8 @@ def record_start(
 
 
 def record_end(directory: Path, *, writes: bool) -> None:
-    """Mark the last start in run.json as ended, so that the same command begins another run, if this process `writes`. Results of
+    """Mark the last start in run.json as ended, so that the same command begins another run, if this process `writes`.
+    Results of
     tools are removed: no later start reads them, and they may hold secrets."""
     starts = read_starts(directory) if writes else []
     for file in [directory / TOOL_RESULTS_FILE, *directory.glob(f"[0-9]*_{TOOL_RESULTS_FILE}")] if writes else ():

@@ -1,6 +1,7 @@
 """Regularization against overfitting few rows: frozen parameters, and noise on embeddings.
 
-`freeze` and `train` can only reduce the set of trained parameters. NEFTune adds noise to token embeddings in training, never
+`freeze` and `train` can only reduce the set of trained parameters. NEFTune adds noise to token embeddings in training,
+never
 in an evaluation: Jain et al. 2023, https://arxiv.org/abs/2310.05914.
 
 Shapes: B batch, T tokens of a row, D hidden size.
@@ -46,8 +47,8 @@ def check_applied(model: nn.Module, cfg: RecipeConfig) -> None:
 def freeze_parameters(model: nn.Module, freeze: Sequence[str], train: Sequence[str] = ()) -> None:
     """Freeze the trained parameters that `train` does not match (if it is given) or `freeze` matches.
 
-    `lean_ft.system.parameter_names` has the rules of patterns. Raises ValueError if a pattern matches no trained parameter,
-    or no trained parameter is left.
+    `lean_ft.system.parameter_names` has the rules of patterns. Raises ValueError if a pattern matches no trained
+    parameter, or no trained parameter is left.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = _matched(trained, train, "train") if train else set(trained)

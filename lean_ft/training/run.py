@@ -1,16 +1,18 @@
 """`Run` surrounds a training loop, so that the loop itself is plain PyTorch.
 
-`Run` counts steps, writes metrics, shows progress, and ends the loop cleanly on a signal. `lean_ft.training.starting` decides
-how it starts, and `Checkpoints` saves it. It never calls the loop's parts: `steps()` yields, and the recipe does the rest.
+`Run` counts steps, writes metrics, shows progress, and ends the loop cleanly on a signal. `lean_ft.training.starting`
+decides how it starts, and `Checkpoints` saves it. It never calls the loop's parts: `steps()` yields, and the recipe
+does the rest.
 
-A run has the same bits whether or not it was interrupted, on the same machine with the same settings. A checkpoint holds
-weights, optimizer state, loss scale, position in the data and every random number generator. If an exception or a `break`
-leaves the loop, the complete steps are saved; in the middle of an update there is nothing to save. A run extended by a larger
-`max_steps` or `epochs` equals one that had the larger value from the start if the learning rates of its steps would have
+A run has the same bits whether or not it was interrupted, on the same machine with the same settings. A checkpoint
+holds weights, optimizer state, loss scale, position in the data and every random number generator. If an exception or a
+`break` leaves the loop, the complete steps are saved; in the middle of an update there is nothing to save. A run
+extended by a larger `max_steps` or `epochs` equals one that had the larger value from the start if the learning rates
+of its steps would have
 been the same: with `constant`, and with `wsd` from a checkpoint before the decay. Otherwise the change is logged.
 
-With several ranks each has its own `Run`. Rank 0 alone writes metrics and locks the directory; all ranks write checkpoints.
-They agree once per step on what to do next: where to resume, a signal to any of them, when to save.
+With several ranks each has its own `Run`. Rank 0 alone writes metrics and locks the directory; all ranks write
+checkpoints. They agree once per step on what to do next: where to resume, a signal to any of them, when to save.
 """
 
 import contextlib
@@ -72,13 +74,13 @@ class Run:
     of an epoch takes the remaining ones.
 
     All `ranks` that train the model make a Run and call it equally often. `carried` is further state of the loop that
-    checkpoints hold: a module that trains besides the model, or an object with `state_dict` (plain numbers, text and scalar
-    tensors) and `load_state_dict`.
+    checkpoints hold: a module that trains besides the model, or an object with `state_dict` (plain numbers, text and
+    scalar tensors) and `load_state_dict`.
 
     Raises:
-        ValueError: `output_dir` is in use, holds something else, or holds a run that does not fit these settings or data;
-            the disk has no room for a checkpoint, or checkpoints cannot hold the model's parameters; `stop_after_evals` is set
-            and nothing is held out; or the ranks differ in settings or data.
+        ValueError: `output_dir` is in use, holds something else, or holds a run that does not fit these settings or
+            data; the disk has no room for a checkpoint, or checkpoints cannot hold the model's parameters;
+            `stop_after_evals` is set and nothing is held out; or the ranks differ in settings or data.
     """
 
     def __init__(
@@ -210,9 +212,9 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yield the 0-based index of each optimizer step; between steps, write metrics, save, and stop if asked to.
 
-        The body calls `log` once. After the last step, or an early one with `stop_after_evals`, a checkpoint is saved and a
-        summary printed. On SIGINT or SIGTERM the current step is finished and saved, and SystemExit(130 or 143) raised. On
-        SIGUSR1 the step is saved and the run continues. If the body raises, the steps before are saved.
+        The body calls `log` once. After the last step, or an early one with `stop_after_evals`, a checkpoint is saved
+        and a summary printed. On SIGINT or SIGTERM the current step is finished and saved, and SystemExit(130 or 143)
+        raised. On SIGUSR1 the step is saved and the run continues. If the body raises, the steps before are saved.
 
         Raises:
             TrainingFailed: more than `max_bad_steps` steps were not finite (raised when their lines are written, up to
@@ -308,8 +310,8 @@ class Run:
     ) -> None:
         """Record the current step, once, after the update. Tensors stay on the device until their line is written.
 
-        loss: mean over the step's targets. grad_norm: before clipping; None if it was not computed. more: further values for
-        the step's line; None values are left out.
+        loss: mean over the step's targets. grad_norm: before clipping; None if it was not computed. more: further
+        values for the step's line; None values are left out.
         """
         if self._logged:
             raise RuntimeError("run.log() was called twice in one step; metrics.jsonl has one line per step.")
@@ -342,13 +344,14 @@ class Run:
         )
 
     def log_metric(self, name: str, value: Tensor | float) -> None:
-        """Add a value to the next line: of the step, or of the evaluation as `eval_NAME`. The line has the mean of its values."""
+        """Add a value to the next line: of the step, or of the evaluation as `eval_NAME`. The line has the mean of its
+        values."""
         self._metrics.further.setdefault(valid_text(str(name)), []).append(float(value))
 
     def evaluation_due(self) -> bool:
-        """Whether the loop's body evaluates now: as often as `eval_every` says, and after the last step, which is saved first.
-        False if nothing is held out. Before the loop: whether an earlier start was interrupted in the evaluation after its last
-        step."""
+        """Whether the loop's body evaluates now: as often as `eval_every` says, and after the last step, which is saved
+        first. False if nothing is held out. Before the loop: whether an earlier start was interrupted in the evaluation
+        after its last step."""
         if self._held_out is None:
             return False
         if self._begun is None:
@@ -362,7 +365,8 @@ class Run:
         return True
 
     def log_evaluation(self, eval_loss: Tensor | float | None, **more: Any) -> None:
-        """Write an evaluation's line: `eval_loss` (None if no held-out token has a label), and further numbers or text."""
+        """Write an evaluation's line: `eval_loss` (None if no held-out token has a label), and further numbers or
+        text."""
         self._flush()
         row = self._metrics.write_line(self._step, {"eval_loss": eval_loss, **more})
         self._results.note(row)
@@ -376,7 +380,8 @@ class Run:
             self._metrics.loggers.write_samples(self._step, rows)
 
     def held_out(self) -> Iterator[Batch]:
-        """This rank's held-out batches, for an evaluation. On SIGINT or SIGTERM, save the current step and raise SystemExit.
+        """This rank's held-out batches, for an evaluation. On SIGINT or SIGTERM, save the current step and raise
+        SystemExit.
 
         Log the step before the evaluation, so that all of it is saved.
         """
@@ -430,8 +435,8 @@ class Run:
     def _save_complete_steps(self) -> None:
         """Save the steps before the interrupted one, or that one too if it was logged.
 
-        Between a step's first update and its log the weights belong to no step, so nothing is saved. An error here is only
-        logged, because the loop's own error is on its way.
+        Between a step's first update and its log the weights belong to no step, so nothing is saved. An error here is
+        only logged, because the loop's own error is on its way.
         """
         begun = self._begun
         newest = f"the newest checkpoint is {self.checkpoint}" if self.checkpoint else "there is no checkpoint"
@@ -451,7 +456,8 @@ class Run:
             say("not saved", f"{type(error).__name__}: {error}")
 
     def _save(self, *, wait: bool, place: Place | None = None) -> None:
-        """Save the finished steps, at the run's place now or an earlier `place`; in the background if allowed, unless `wait`."""
+        """Save the finished steps, at the run's place now or an earlier `place`; in the background if allowed, unless
+        `wait`."""
         self._metrics.sync_to_disk()
         self._checkpoints.save(self._done_steps, wait=wait, place=place)
 

@@ -1,7 +1,8 @@
 """Decides whether the completions of one prompt share its computation.
 
-A row [prompt | completion | completion ...] is exact if a prompt's keys and values do not depend on what follows. That holds for
-all causal models except those whose rotary frequencies change with the length of the text, and those that keep a state.
+A row [prompt | completion | completion ...] is exact if a prompt's keys and values do not depend on what follows. That
+holds for all causal models except those whose rotary frequencies change with the length of the text, and those that
+keep a state.
 """
 
 from lean_ft.models import Decoder, empty_model
@@ -12,8 +13,8 @@ from lean_ft.system.log import say
 def shares_prompts(cfg: RecipeConfig) -> bool:
     """Return whether to compute each prompt once for all of its completions, and log it.
 
-    `data.shared_prompt=auto` does so if the model allows it, except with a mixture's router loss, which is a mean over positions.
-    Raises ValueError for `data.shared_prompt=true` if the model does not allow it, or as `load_model` does.
+    `data.shared_prompt=auto` does so if the model allows it, except with a mixture's router loss, which is a mean over
+    positions. Raises ValueError for `data.shared_prompt=true` if the model does not allow it, or as `load_model` does.
     """
     wanted = (cfg.group(PromptDataConfig) or cfg.needed(PreferenceDataConfig)).shared_prompt
     if wanted is False:

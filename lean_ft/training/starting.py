@@ -1,16 +1,17 @@
 """How a run starts: in which directory, from which checkpoint and with which models, and whether its settings allow it.
 
-A resumed run must equal the run that never stopped. Changed settings that make it another run (model, data, batch, update
-rule) are refused. How long a run lasts and how often it writes may change freely. Settings that change the results but not
-the meaning of the state (learning rate, device, memory techniques) may change, with a log line.
+A resumed run must equal the run that never stopped. Changed settings that make it another run (model, data, batch,
+update rule) are refused. How long a run lasts and how often it writes may change freely. Settings that change the
+results but not the meaning of the state (learning rate, device, memory techniques) may change, with a log line.
 
-A run that sets no directory gets `runs/<model>_<recipe>`, or the same name with _2, _3 and so on: the first directory with an
-unfinished run of the same settings, and otherwise the first free one. There, a change of what the run learns (learning rate,
-schedule) makes another run, because people try one value after another. To resume a run with another value, set output_dir.
+A run that sets no directory gets `runs/<model>_<recipe>`, or the same name with _2, _3 and so on: the first directory
+with an unfinished run of the same settings, and otherwise the first free one. There, a change of what the run learns
+(learning rate, schedule) makes another run, because people try one value after another. To resume a run with another
+value, set output_dir.
 
 A model of the Hugging Face hub is held to one commit: `org/name` becomes `org/name@commit` before a run begins. So
-config.yaml records what was trained, and a resumed run takes the same commit although the main branch has moved. In the same
-way, a run directory as a model is held to its newest checkpoint.
+config.yaml records what was trained, and a resumed run takes the same commit although the main branch has moved. In the
+same way, a run directory as a model is held to its newest checkpoint.
 """
 
 import json
@@ -110,10 +111,10 @@ def decide_start(
 ) -> Start:
     """Decide how a run with these settings starts. Nothing is loaded or changed.
 
-    Without `length`, before model and data are loaded, checksums of large files and the content of the data are not compared,
-    and nothing is logged. `base_fingerprint`: of the frozen weights below an adapter. `earlier`: the run that is resumed, if it
-    was read before. Raises ValueError, with the settings that differ and both values, if `output_dir` and `resume` cannot hold
-    this run.
+    Without `length`, before model and data are loaded, checksums of large files and the content of the data are not
+    compared, and nothing is logged. `base_fingerprint`: of the frozen weights below an adapter. `earlier`: the run that
+    is resumed, if it was read before. Raises ValueError, with the settings that differ and both values, if `output_dir`
+    and `resume` cannot hold this run.
     """
     earlier = earlier or read_earlier(cfg, quick=length is None)
     folder = earlier.checkpoint
@@ -135,18 +136,19 @@ def decide_start(
         is_complete, limits = length.is_over(start.step), length.limits
     if is_complete and (changes := _changes(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT))):
         raise ValueError(
-            f"output_dir={cfg.output_dir} holds a complete run of {counted(start.step, 'steps')} with other settings:{_lines(changes)}\n"
-            f"Set a new output_dir for a run with the new settings, or raise {limits} to extend that run."
+            f"output_dir={cfg.output_dir} holds a complete run of {counted(start.step, 'steps')} with other "
+            f"settings:{_lines(changes)}\nSet a new output_dir for a run with the new settings, or raise {limits} to "
+            "extend that run."
         )
     return replace(start, is_complete=is_complete)
 
 
 def read_earlier(cfg: RecipeConfig, *, quick: bool) -> RecordedRun:
-    """The run that `cfg.resume` asks for, with a verified checkpoint, or an empty record. Raises ValueError if it cannot go on
-    in `output_dir`.
+    """The run that `cfg.resume` asks for, with a verified checkpoint, or an empty record. Raises ValueError if it
+    cannot go on in `output_dir`.
 
-    `auto` skips damaged checkpoints with a log line each, and raises ValueError if no other is left: a new run would replace
-    them. `quick` logs nothing, and verifies small files and the sizes of large files.
+    `auto` skips damaged checkpoints with a log line each, and raises ValueError if no other is left: a new run would
+    replace them. `quick` logs nothing, and verifies small files and the sizes of large files.
     """
     check_usable(cfg.output_dir)
     if cfg.resume == "never":
@@ -175,8 +177,8 @@ def check_recipe(cfg: RecipeConfig, model: nn.Module, tokenizer: Tokenizer) -> N
 
 
 def check_schedule(cfg: RecipeConfig, start: Start, total_steps: int) -> None:
-    """Log the checkpoint that a run resumes from and what changed since, and compute the schedule of the steps to come: a user's
-    function fails now rather than in an hour."""
+    """Log the checkpoint that a run resumes from and what changed since, and compute the schedule of the steps to come:
+    a user's function fails now rather than in an hour."""
     schedule, planned = cfg.group(ScheduleConfig), start.state.get("total_steps", total_steps)
     if start.folder is not None:
         say("resuming", f"from {start.folder}, after step {start.step} of {total_steps}")
@@ -198,8 +200,8 @@ def check_schedule(cfg: RecipeConfig, start: Start, total_steps: int) -> None:
 
 @contextmanager
 def settled(cfg: ConfigT) -> Iterator[ConfigT]:
-    """Context manager with the settings as the run uses them: the directory chosen and absolute, and models held at a commit or
-    checkpoint.
+    """Context manager with the settings as the run uses them: the directory chosen and absolute, and models held at a
+    commit or checkpoint.
 
     A chosen directory is logged, and locked before anything is loaded, so that two starts at once take two directories.
     Raises ValueError as `decide_start` and `hold_models`.
@@ -256,8 +258,8 @@ def choose_output_dir(cfg: RecipeConfig, *, lock: bool = False) -> tuple[Path, s
 
 
 def _obstacle(cfg: RecipeConfig) -> str | None:
-    """Why a run with these settings does not take `output_dir`; None if the directory is free, or holds an unfinished run
-    with the same settings."""
+    """Why a run with these settings does not take `output_dir`; None if the directory is free, or holds an unfinished
+    run with the same settings."""
     directory = cfg.output_dir
     if not holds_run(directory):
         return "holds other files" if foreign_files(directory) or directory.is_file() else None
@@ -280,7 +282,8 @@ def _obstacle(cfg: RecipeConfig) -> str | None:
 
 
 def hold_models(cfg: ConfigT, earlier: RecordedRun | None = None, *, log: bool = True) -> ConfigT:
-    """Return the settings with each hub model at a commit and each run directory at a checkpoint, which a training run logs.
+    """Return the settings with each hub model at a commit and each run directory at a checkpoint, which a training run
+    logs.
 
     They become the commit or checkpoint that the `earlier` run began with, else the newest. A branch or tag in
     `org/name@revision` is looked up, so that resuming is refused if it has moved. Raises as `lean_ft.hub.download`, and
@@ -321,8 +324,8 @@ def _recorded_settings(state: State, is_own: bool = True) -> Settings:
 
 
 def _differences(before: Settings, now: Settings) -> tuple[dict[str, str], dict[str, str]]:
-    """The settings that differ, by name, with both values: first those that make another run, then those that a resumed run may
-    change. Data is not compared."""
+    """The settings that differ, by name, with both values: first those that make another run, then those that a resumed
+    run may change. Data is not compared."""
     keeps_rows = _rows_per_step(before) == _rows_per_step(now)
     refused, logged = dict[str, str](), dict[str, str]()
     for key in sorted(before.keys() | now.keys()):
@@ -370,7 +373,8 @@ def _compare_content(start: Start, now: Settings, data_fingerprint: str, base_fi
 
 
 def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
-    """The settings in both that differ. A setting that one side lacks belongs to another version or an edited recipe."""
+    """The settings in both that differ. A setting that one side lacks belongs to another version or an edited
+    recipe."""
     in_both = before.keys() & now.keys()
     return [_change(key, before[key], now[key]) for key in keys if key in in_both and before[key] != now[key]]
 

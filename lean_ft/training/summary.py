@@ -77,12 +77,14 @@ def log_start(run: "Run") -> None:
 
 
 def _warn_of_one_row(data: DataConfig | None, batch_size: int) -> None:
-    """Warn of rows that are longer than they need be: attention in blocks computes each token with all earlier ones of its row."""
+    """Warn of rows that are longer than they need be: attention in blocks computes each token with all earlier ones of
+    its row."""
     if data is not None and data.packing == "padding_free" and batch_size > 1:
         say(
             "WARNING",
-            f"data.packing=padding_free makes one row of the {batch_size} documents of a batch, and attention without a kernel goes "
-            f"over whole rows, so it takes up to {batch_size} times as long. Set data.packing=bfd or none.",
+            f"data.packing=padding_free makes one row of the {batch_size} documents of a batch, and attention without "
+            f"a kernel goes over whole rows, so it takes up to {batch_size} times as long. Set data.packing=bfd or "
+            "none.",
         )
 
 
@@ -114,8 +116,9 @@ def _log_optimizer(run: "Run", optimizer: OptimizerConfig) -> None:
         highest = optimizer.lr * (total_steps - 1) / warmup_steps
         say(
             "WARNING",
-            f"the whole run is warm-up: it has {counted(total_steps, 'steps')} and {counted(warmup_steps, 'warm-up steps')}, so the learning rate "
-            f"stays at or below {highest:g}. Set a shorter warm-up (schedule.warmup_ratio=0.1), or train longer.",
+            f"the whole run is warm-up: it has {counted(total_steps, 'steps')} and "
+            f"{counted(warmup_steps, 'warm-up steps')}, so the learning rate stays at or below {highest:g}. Set a "
+            "shorter warm-up (schedule.warmup_ratio=0.1), or train longer.",
         )
 
 
@@ -130,7 +133,8 @@ class Results:
         self._last_losses: deque[float] = deque(maxlen=DIVERGED_STEPS)  # finite ones
 
     def note(self, row: Row) -> None:
-        """Keep the first and the last values of an objective. Values that are not finite are kept too, missing ones are not."""
+        """Keep the first and the last values of an objective. Values that are not finite are kept too, missing ones are
+        not."""
         for name in (*HEADLINES, *(f"eval_{name}" for name in HEADLINES)):
             if row.get(name) is not None or name in row.get("non_finite", {}):
                 self._course[name] = [*self._course.get(name, [])[:1], (row["step"], row[name])]

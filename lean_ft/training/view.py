@@ -1,7 +1,7 @@
 """Write into a model's folder how its run turned rows and images into tokens, so that other programs do the same.
 
-Settings that a file can hold are written: a chat template with its variables, the limit of images, new tokens, the pad token.
-For the others, an export and a model card print sentences.
+Settings that a file can hold are written: a chat template with its variables, the limit of images, new tokens, the pad
+token. For the others, an export and a model card print sentences.
 """
 
 import shutil
@@ -22,9 +22,13 @@ IN_FILES = ("data.chat_template", "data.chat_template_kwargs", "data.image_token
 # Settings that no file has, with a sentence for people who use the model elsewhere.
 SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "data.system": lambda text: f"begin each chat with the run's system message (data.system): {text!r}",
-    "data.chat": lambda chat: "" if chat else "give prompts as plain text, without the chat template, as the run did (data.chat=false)",
+    "data.chat": lambda chat: (
+        "" if chat else "give prompts as plain text, without the chat template, as the run did (data.chat=false)"
+    ),
     "data.separator": lambda text: f"end each prompt with {text!r}, as the run did (data.separator)",
-    "tools.functions": lambda names: f"give the model the schemas of the run's tools (tools.functions): {', '.join(names)}" if names else "",
+    "tools.functions": lambda names: (
+        f"give the model the schemas of the run's tools (tools.functions): {', '.join(names)}" if names else ""
+    ),
     "environment": lambda name: f"the run's prompts had the observations and tools of environment={name}",
 }  # fmt: skip
 

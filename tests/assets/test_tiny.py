@@ -1,4 +1,5 @@
-"""The embedded model and tokenizer equal transformers', and the embedded rows are right and do not leak into training."""
+"""The embedded model and tokenizer equal transformers', and the embedded rows are right and do not leak into
+training."""
 
 import json
 import re

@@ -78,7 +78,8 @@ def test_ids_and_logits_equal_transformers() -> None:
 
 @pytest.mark.long
 def test_answers_are_those_of_the_pictures() -> None:
-    """Counted and named again from the pixels. No held-out picture has the color and the cells of a picture for training."""
+    """Counted and named again from the pixels. No held-out picture has the color and the cells of a picture for
+    training."""
     names = {"red": "100", "green": "010", "blue": "001", "yellow": "110", "purple": "101", "cyan": "011"}
     seen = {}
     for part, number in (("train", 4800), ("validation", 400)):

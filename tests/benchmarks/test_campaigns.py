@@ -1,4 +1,5 @@
-"""Short runs of the campaigns of crashes, disk faults and fuzzing. Long runs are started by hand; docs/ has their results."""
+"""Short runs of the campaigns of crashes, disk faults and fuzzing. Long runs are started by hand; docs/ has their
+results."""
 
 import json
 import os

@@ -16,7 +16,8 @@ RESULT = {
     "versions": {"torch": "2.13.0"},
     "settings": {"shape": "tiny", "parameters": 598_592, "batch_size": 2, "length": 64, "packing": "none", "steps": 4},
     "rows": [
-        {"label": "plain", "status": "ok", "peak_memory_bytes": 3 * 2**30, "peak_rss_bytes": 2**32, "tokens_per_second": 1234.0},
+        {"label": "plain", "status": "ok", "peak_memory_bytes": 3 * 2**30, "peak_rss_bytes": 2**32,
+            "tokens_per_second": 1234.0},
         {"label": "paged", "status": "failed", "reason": "no such thing | here"},
     ],
 }  # fmt: skip

@@ -82,9 +82,12 @@ def test_a_healthy_folder_that_is_not_trained_as_text_passes(leanft, tmp_path, k
 
 
 UNREAD = {
-    "model_type": (lambda config: config | {"model_type": "my-model"}, "model_type is 'my-model', which lean_ft does not read"),
-    "quantization": (lambda config: config | {"quantization_config": {"quant_method": "gptq"}}, "weights are quantized (gptq)"),
-    "sizes": (lambda config: config | {"hidden_size": 256}, "has the shape [768, 128]; expected from config.json: [768, 256]"),
+    "model_type": (lambda config: config | {"model_type": "my-model"},
+        "model_type is 'my-model', which lean_ft does not read"),
+    "quantization": (lambda config: config | {"quantization_config": {"quant_method": "gptq"}},
+        "weights are quantized (gptq)"),
+    "sizes": (lambda config: config | {"hidden_size": 256},
+        "has the shape [768, 128]; expected from config.json: [768, 256]"),
 }  # fmt: skip
 
 

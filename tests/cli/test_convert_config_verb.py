@@ -1,4 +1,5 @@
-"""`leanft convert-config`: conversion of a configuration into a preset that `leanft validate` accepts and that trains."""
+"""`leanft convert-config`: conversion of a configuration into a preset that `leanft validate` accepts and that
+trains."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Names that others chose (paths, presets, rows, template texts) stay text in every file and line that lean_ft writes for a program."""
+"""Names that others chose (paths, presets, rows, template texts) stay text in every file and line that lean_ft writes
+for a program."""
 
 import json
 import re

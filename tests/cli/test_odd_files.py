@@ -13,7 +13,7 @@ RAW = re.compile(
     rf"Traceback|\b({'|'.join(name for name in dir(builtins) if name.endswith(('Error', 'Exception')))})\b"
 )
 CONTENTS = {
-    "half a pair": b'{"messages": [{"role": "user", "content": "\\ud800"}], "step": "\\ud800", "model_type": "\\ud800"}',
+    "half a pair": b'{"messages": [{"role": "user", "content": "\\ud800"}], "step": "\\ud800", "model_type": "\\ud800"}',  # noqa: E501
     "a list": b"[]",
     "nested": b"[" * 100_000,
     "empty": b"",

@@ -77,7 +77,8 @@ def test_a_row_without_effect_and_a_presets_row_are_refused(leanft, mine, tmp_pa
     for command in (
         "export tiny out --family row.py:my_arcee",
         "run generate tiny prompt=River device=cpu model.family=row.py:my_arcee",
-        "run finetune model.path=tiny device=cpu data.source=tiny/train.jsonl output_dir=run model.family=row.py:my_arcee",
+        "run finetune model.path=tiny device=cpu data.source=tiny/train.jsonl output_dir=run "
+        "model.family=row.py:my_arcee",
     ):
         answer = leanft(*command.split())
         assert answer.code == 2 and "no model here has the model_type my_arcee" in answer.err, answer.err

@@ -6,7 +6,10 @@ import pytest
 
 from lean_ft.training import curves
 
-METRICS = '{"step": 1, "loss": 2.0, "tokens": 8, "step_seconds": 1.0}\n{"step": 2, "loss": 1.0, "tokens": 8, "step_seconds": 1.0}\n'
+METRICS = (
+    '{"step": 1, "loss": 2.0, "tokens": 8, "step_seconds": 1.0}\n{"step": 2, "loss": 1.0, "tokens": 8, '
+    '"step_seconds": 1.0}\n'
+)
 
 
 @pytest.fixture

@@ -76,7 +76,8 @@ def arguments(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.source=DIR/unmapped.jsonl", "unmapped.jsonl, line 1: cannot detect the format from the fields question, reply"),
+        ("data.source=DIR/unmapped.jsonl",
+            "unmapped.jsonl, line 1: cannot detect the format from the fields question, reply"),
         ("output_dir=DIR", "holds files that do not belong to a run"),
         ("lora.targets=[q_prj]", "'q_prj' matches no layer of this model. Did you mean 'q_proj'"),
         ("data.columns.prompt=promt", "data.columns.prompt=promt: .*no column `promt`.*Did you mean 'prompt'"),
@@ -118,8 +119,9 @@ VERBS = [(verb, recipe) for verb in ("validate", "plan") for recipe in (*STRANGE
 def test_no_code_that_a_preset_names_runs_before_a_run(leanft, tmp_path, monkeypatch, verb, recipe):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text(
-        "open('ran', 'w')\nfrom recipes.finetune import Config, main\n\ndef convert(row): return row\n\ndef reward(**_): return [1.0]\n\n"
-        "def of_pairs(pairs, beta): return -pairs.margin\n\ndef of_tokens(answers): return -answers.log_ratio\n"
+        "open('ran', 'w')\nfrom recipes.finetune import Config, main\n\ndef convert(row): return row\n\ndef "
+        "reward(**_): return [1.0]\n\ndef of_pairs(pairs, beta): return -pairs.margin\n\ndef of_tokens(answers): "
+        "return -answers.log_ratio\n"
     )
     row = {"prompt": "q", "completion": "a", "chosen": "a", "rejected": "b"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

@@ -21,12 +21,12 @@ CHATML = """{%- for m in messages -%}<|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}
 {%- endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}"""  # noqa: E501
 
 
 def make_folder(folder: Path, family: str) -> PreTrainedTokenizerFast:
-    """Write the folder of a family, and return the tokenizer of transformers. Line breaks merge with each other, so what stands
-    around an image changes its tokens."""
+    """Write the folder of a family, and return the tokenizer of transformers. Line breaks merge with each other, so
+    what stands around an image changes its tokens."""
     image, control = WRITTEN[family]
     merges = [("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ")]
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]

@@ -70,7 +70,7 @@ def test_bad_rows_are_capped(config: Config, chat_tokenizer, monkeypatch):
 def test_arguments_nested_too_deeply(config: Config, tmp_path):
     tokenizer = build(
         tmp_path / "t",
-        chat_template="{% for m in messages %}{{ m.content + ((m.tool_calls | tojson) if m.tool_calls else '') }}{% endfor %}",
+        chat_template="{% for m in messages %}{{ m.content + ((m.tool_calls | tojson) if m.tool_calls else '') }}{% endfor %}",  # noqa: E501
     )
     rows = [
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [nested(depth)]}, GOOD["messages"][1]]}

@@ -388,8 +388,11 @@ def test_a_batch_tells_what_it_has_before_it_is_built(kind: str, settings: dict[
     else:
         if settings.get("packing") in ("bfd_split", "wrapped"):
             return  # answers are not cut
-        texts = [row | {"chosen": row["completion"], "rejected": row["prompt"], "label": i % 3 == 0} for i, row in enumerate(texts)]  # fmt: skip
-        texts = [{name: row[name] for name in ("prompt", *(("completion", "label") if kind == "unpaired" else ("chosen", "rejected")))} for row in texts]  # fmt: skip
+        texts = [row | {"chosen": row["completion"], "rejected": row["prompt"], "label": i % 3 == 0} for i,
+            row in enumerate(texts)]  # fmt: skip
+        texts = [{name: row[name] for name in ("prompt",
+            *(("completion", "label") if kind == "unpaired" else ("chosen",
+                "rejected")))} for row in texts]  # fmt: skip
         names += ["num_pairs", "answer_tokens", "pairs", *(["is_desirable"] if kind == "unpaired" else [])]
     config_kind = {"texts": SFTDataConfig, "unpaired": UnpairedDataConfig}.get(kind, PreferenceDataConfig)
     config = config_kind(source=write(texts), max_length=16 if kind == "texts" else 32, **settings)

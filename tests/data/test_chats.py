@@ -87,7 +87,8 @@ def test_no_tools(value: Any):
         ([{"role": "user", "content": float("nan")}], "`content` is a number"),
         ([{"role": "user", "content": {"text": "q"}}], "`content` is an object"),
         ([{"role": "user", "content": "\udc00"}], "message 1: `content` has half a surrogate pair"),
-        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "of the type video; only text and images are"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}],
+            "of the type video; only text and images are"),
         ([{"role": "user", "content": [{"type": "file"}]}], "part that is neither text nor an image"),
         (with_arguments("{x: 1}"), "message 3: the arguments of the tool call 'f' are not JSON"),
         ([{"role": "assistant", "content": "", "tool_calls": {}}], "`tool_calls` is an object; expected a list"),
@@ -120,7 +121,10 @@ def test_a_role_in_messages_is_one_of_the_chat_template(role: str, meant: str, c
 
 
 def test_a_template_may_have_roles_of_its_own(tmp_path) -> None:
-    source = "{% for m in messages %}{% if m['role'] == 'critic' %}!{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    source = (
+        "{% for m in messages %}{% if m['role'] == 'critic' %}!{% endif %}<|im_start|>{{ m.role }}\n{{ m.content "
+        "}}<|im_end|>\n{% endfor %}"
+    )
     tokenizer = build(tmp_path / "tokenizer", chat_template=source)
     text = tokenizer.passage([{"role": "critic", "content": "hm"}, {"role": "assistant", "content": "a"}]).text
     assert text.startswith("!<|im_start|>critic")

@@ -103,7 +103,10 @@ def read_both(tmp_path, tokenizer, trained, held_out, **settings):
 
 
 STARS, WORDS = [1, 2, 3, 4, 5], ["World", "Sports", "Business"]
-NO_ORDER = "data.labels is null, so the labels of the training rows are in alphabetical order: Business, Sports, World. Set data.labels"
+NO_ORDER = (
+    "data.labels is null, so the labels of the training rows are in alphabetical order: Business, Sports, World. Set "
+    "data.labels"
+)
 
 
 @pytest.mark.first(8)

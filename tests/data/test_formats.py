@@ -191,11 +191,12 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "settings", "message"),
     [
-        ({"prompt": "q"}, {"format": "prompt_completion"}, r"no field `completion`.*needs prompt, completion; the row has prompt"),
+        ({"prompt": "q"}, {"format": "prompt_completion"},
+            r"no field `completion`.*needs prompt, completion; the row has prompt"),
         (
             {"prompt": "q", "answer": "a"},
             {"format": "prompt_completion", "columns": {"completion": "answr"}},
-            r"data.columns.completion=answr: .*line 7 .*no column `answr`; they have prompt, answer. Did you mean 'answer'",
+            r"data.columns.completion=answr: .*line 7 .*no column `answr`; they have prompt, answer. Did you mean 'answer'",  # noqa: E501
         ),
         ({"prompt": 3, "completion": "a"}, {}, "line 7: the field `prompt` is a number; expected a string"),
         ({"prompt": "q", "completion": None}, {}, "the field `completion` is null"),
@@ -203,11 +204,14 @@ def test_tools_reach_the_template(plain_tokenizer, tmp_path):
         ({"text": "a\ud800b"}, {}, r"line 7: the field `text` has half a surrogate pair \(\\ud800\) at character 1"),
         ({"messages": MESSAGES, "tools": "[{"}, {}, "`tools` is a string that is not JSON"),
         ({"messages": MESSAGES, "tools": ["f"]}, {}, "`tools` is not a list of objects"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {}, "the rows are preference.*data.columns.completion=chosen"),
-        ({"messages": MESSAGES}, {"chat": False}, "data.chat=false applies to .* plain strings, but the rows are messages"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, {},
+            "the rows are preference.*data.columns.completion=chosen"),
+        ({"messages": MESSAGES}, {"chat": False},
+            "data.chat=false applies to .* plain strings, but the rows are messages"),
         ({"text": "q"}, {"chat": True}, "data.chat=true applies to .* plain strings, but the rows are text"),
         ({"text": "q"}, {"system": "s"}, "the rows are text"),
-        ({"prompt": "q", "completion": "a"}, {"chat": False, "system": "s"}, "with a chat template, but data.chat=false"),
+        ({"prompt": "q", "completion": "a"}, {"chat": False, "system": "s"},
+            "with a chat template, but data.chat=false"),
     ],
 )  # fmt: skip
 def test_rows_and_settings_that_are_refused(fields, settings, message, chat_tokenizer):
@@ -267,9 +271,11 @@ def test_detection(fields: dict[str, Any], name: str):
 @pytest.mark.parametrize(
     ("fields", "settings", "message"),
     [
-        ({"question": "q"}, {}, r"line 1: cannot detect the format from the fields question.*data\.columns\.prompt=question"),
+        ({"question": "q"}, {},
+            r"line 1: cannot detect the format from the fields question.*data\.columns\.prompt=question"),
         ({}, {}, "from the fields no fields"),
-        ({"text": "x"}, {"columns": {"promt": "x"}}, "data.columns.promt: no format of this recipe has such a field.*mean 'prompt'"),
+        ({"text": "x"}, {"columns": {"promt": "x"}},
+            "data.columns.promt: no format of this recipe has such a field.*mean 'prompt'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told(fields, settings, message):
@@ -311,7 +317,8 @@ def test_padding_of_token_rows_is_left_out(attention_mask: list[int]):
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "zeros between ones"),
         ({"input_ids": [1, 10]}, "`input_ids` has 10 at position 1; this tokenizer's ids are 0 to 9"),
         ({"input_ids": [1, -1]}, "`input_ids` has -1"),
-        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "`labels` has 2 at position 0, where `input_ids` has 1.*not shift"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]},
+            "`labels` has 2 at position 0, where `input_ids` has 1.*not shift"),
         ({"input_ids": "text"}, "`input_ids` is a string"),
         ({"input_ids": [1, 2.0]}, "`input_ids` holds 2.0"),
         ({"input_ids": [1, None]}, "`input_ids` holds None"),

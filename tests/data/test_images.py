@@ -1,4 +1,5 @@
-"""Rows with images: their ids equal those of transformers' processors, and batches show each document the images of its row."""
+"""Rows with images: their ids equal those of transformers' processors, and batches show each document the images of its
+row."""
 
 import base64
 import hashlib
@@ -227,7 +228,8 @@ def test_rows_of_other_objectives_equal_those_of_transformers(family: Family) ->
     asked_alone = family.expected_ids(messages, names, prompt=True)
     cases: list[tuple[Any, dict[str, Any], list[list[int]]]] = [
         (PreferenceDataConfig, {"prompt": prompt, "chosen": "a cat", "rejected": "no"}, both),
-        (PreferenceDataConfig, {"chosen": [{"role": "user", "content": prompt}, ANSWER], "rejected": [{"role": "user", "content": prompt}, no]}, both),
+        (PreferenceDataConfig, {"chosen": [{"role": "user", "content": prompt}, ANSWER], "rejected": [{"role": "user",
+            "content": prompt}, no]}, both),
         (UnpairedDataConfig, {"prompt": prompt, "completion": "a cat", "label": True}, both[:1]),
         (UnpairedDataConfig, {"prompt": prompt, "chosen": "a cat", "rejected": "no"}, both),
         (ClassificationDataConfig, {"text": prompt, "label": "x"}, [asked_alone]),
@@ -270,23 +272,34 @@ REFUSED = [
     ({"images": ["wide.png"]}, "has 1 image in its field `images`, and its texts have <image> 2 times"),
     ({"images": ["wide.png"] * 3}, "has 3 images in its field `images`, and its texts have <image> 2 times"),
     ({"images": ["wide.png"] * 2, "image": "tall.png"}, "has the fields `images` and `image`. Keep one"),
-    ({"messages": [asked(image(), text("q")), ANSWER]}, "has 0 images in its field `images`, and 1 empty content part of the type image"),
-    ({"messages": [asked(image(path="wide.png")), ANSWER], "images": ["wide.png"]}, "1 image in its field .* and 0 empty content parts"),
-    ({"messages": [asked({"type": "video", "video": "a.mp4"}), ANSWER]}, "of the type video; only text and images are read"),
+    ({"messages": [asked(image(), text("q")), ANSWER]},
+        "has 0 images in its field `images`, and 1 empty content part of the type image"),
+    ({"messages": [asked(image(path="wide.png")), ANSWER], "images": ["wide.png"]},
+        "1 image in its field .* and 0 empty content parts"),
+    ({"messages": [asked({"type": "video", "video": "a.mp4"}), ANSWER]},
+        "of the type video; only text and images are read"),
     ({"messages": [asked({"type": "input_audio"}), ANSWER]}, "content part of the type input_audio"),
     ({"messages": [asked({"type": "tool"}), ANSWER]}, "neither text nor an image"),
     ({"messages": [asked(text("\ud800"), image(path="wide.png")), ANSWER]}, "half a surrogate pair"),
-    ({"messages": [{"role": "user", "content": "q", "images": ["wide.png"]}, ANSWER]}, "a message has the key `images`"),
+    ({"messages": [{"role": "user", "content": "q", "images": ["wide.png"]}, ANSWER]},
+        "a message has the key `images`"),
     ({"messages": [ANSWER], "image": "wide.png"}, "has an image and no user message"),
-    ({"messages": [asked(image(path="wide.png", max_pixels=1024)), ANSWER]}, "`max_pixels`, and all images .*data.image_tokens"),
-    ({"messages": [asked(image(image={"path": "wide.png", "resized_height": 32})), ANSWER]}, "`resized_height`, and all images"),
-    ({"messages": [asked(image(path="wide.png", url="tall.png")), ANSWER]}, "has a content part with the images url and path. Keep"),
+    ({"messages": [asked(image(path="wide.png", max_pixels=1024)), ANSWER]},
+        "`max_pixels`, and all images .*data.image_tokens"),
+    ({"messages": [asked(image(image={"path": "wide.png", "resized_height": 32})), ANSWER]},
+        "`resized_height`, and all images"),
+    ({"messages": [asked(image(path="wide.png", url="tall.png")), ANSWER]},
+        "has a content part with the images url and path. Keep"),
     ({"messages": [asked(image(path="wide.png", text="cat")), ANSWER]}, "an image and a text. Write two parts"),
-    ({"messages": [asked(image(index=1)), ANSWER], "images": ["wide.png"]}, "have the `index` 1. Give each empty part an index from 0"),
+    ({"messages": [asked(image(index=1)), ANSWER], "images": ["wide.png"]},
+        "have the `index` 1. Give each empty part an index from 0"),
     ({"messages": [asked(image(index=0), image()), ANSWER], "images": ["wide.png"] * 2}, "have the `index` 0. Give"),
-    ({"messages": [asked(image(index="0")), ANSWER], "images": ["wide.png"]}, "the `index` '0'; expected a whole number"),
-    ({"messages": [asked(text("q")), ANSWER], "img": "wide.png"}, "`img`, which looks like an image, .*data.columns.images=img"),
-    ({"messages": [asked(text("q")), ANSWER], "crop": "data:image/png;base64,AAAA"}, "`crop`, which looks like an image"),
+    ({"messages": [asked(image(index="0")), ANSWER], "images": ["wide.png"]},
+        "the `index` '0'; expected a whole number"),
+    ({"messages": [asked(text("q")), ANSWER], "img": "wide.png"},
+        "`img`, which looks like an image, .*data.columns.images=img"),
+    ({"messages": [asked(text("q")), ANSWER], "crop": "data:image/png;base64,AAAA"},
+        "`crop`, which looks like an image"),
     ({"videos": ["a.mp4"]}, "the field `videos`, and only text and images are read"),
 ]  # fmt: skip
 UNREADABLE = {
@@ -447,8 +460,9 @@ def test_a_template_must_write_a_placeholder_for_each_image(qwen: Family) -> Non
 
 def test_a_template_that_reads_parts_alone_gets_parts(qwen: Family) -> None:
     source = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}:{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>{% else %}{{ p.text }}\
-{% endif %}{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}:{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>"
+        "{% else %}{{ p.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
     )
     (file := qwen.pictures / "template.jinja").write_text(source)
     other = load_tokenizer(ModelConfig(path=str(qwen.tokenizer.folder), images="frozen"), file)
@@ -468,7 +482,8 @@ def test_a_template_that_reads_parts_alone_gets_parts(qwen: Family) -> None:
 @pytest.mark.first
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_image_is_never_cut(family: Family, side: str) -> None:
-    row = {"messages": [asked(text("abc"), image(path="wide.png"), text("de"), image(path="tall.png")), ANSWER, asked(text("f"), image(path="wide.png")), ANSWER]}  # fmt: skip
+    row = {"messages": [asked(text("abc"), image(path="wide.png"), text("de"), image(path="tall.png")), ANSWER,
+        asked(text("f"), image(path="wide.png")), ANSWER]}  # fmt: skip
     [whole], _ = family.documents(row)
     rows, reasons = whole.per_token["image_row"], set()
     count = int((rows > 0).sum())
@@ -528,7 +543,8 @@ def test_image_tokens_limits_images(family: Family) -> None:
 # Batches --------------------------------------------------------------------------------------------------------------
 
 Shown = list[tuple[int, int, str]]
-"""Of each token of a document: its id, its position on the time axis, and the pixels that its embedding is made from."""
+"""Of each token of a document: its id, its position on the time axis, and the pixels that its embedding is made
+from."""
 
 
 def digests(patches: np.ndarray, merge: int) -> list[str]:
@@ -784,7 +800,8 @@ def test_images_in_parquet_files_and_datasets(qwen: Family, tmp_path: Path) -> N
     datasets = pytest.importorskip("datasets")
     encoded = (qwen.pictures / "wide.png").read_bytes()
     rows = {
-        "messages": [[{"role": "user", "content": [image(image=None, text=None), {"type": "text", "text": "q", "image": None}]}, {"role": "assistant", "content": [{"type": "text", "text": "a", "image": None}]}]],
+        "messages": [[{"role": "user", "content": [image(image=None, text=None), {"type": "text", "text": "q",
+            "image": None}]}, {"role": "assistant", "content": [{"type": "text", "text": "a", "image": None}]}]],
         "images": [[{"bytes": encoded, "path": None}]],
     }  # fmt: skip
     dataset = datasets.Dataset.from_dict(rows)
@@ -841,7 +858,8 @@ def test_the_command_line_shows_images(qwen: Family) -> None:
 
 _VALUES: Any = st.sampled_from(
     [
-        None, "", "wide.png", "missing.png", "<image>", "a<image>b", "[", '["tall.png"]', "data:image/png;base64,AA", "\ud800",
+        None, "", "wide.png", "missing.png", "<image>", "a<image>b", "[", '["tall.png"]', "data:image/png;base64,AA",
+        "\ud800",
         "\0", 0, -1, 1.5, True, [], {}, [[]], [None], ["wide.png", "tall.png"], {"bytes": None, "path": "wide.png"},
         {"url": {}},
     ]
@@ -868,7 +886,8 @@ _ROWS: dict[Any, Any] = {
         st.fixed_dictionaries({"prompt": _CONTENTS, "completion": st.just("a")}, optional=_IMAGES),
     ),
     PreferenceDataConfig: st.fixed_dictionaries(
-        {"prompt": st.one_of(_MESSAGES, _CONTENTS), "chosen": st.sampled_from(["yes", [ANSWER]]), "rejected": st.just("no")},
+        {"prompt": st.one_of(_MESSAGES, _CONTENTS), "chosen": st.sampled_from(["yes", [ANSWER]]),
+            "rejected": st.just("no")},
         optional=_IMAGES,
     ),
     ClassificationDataConfig: st.fixed_dictionaries({"text": _CONTENTS, "label": st.just("x")}, optional=_IMAGES),

@@ -25,7 +25,7 @@ CALLS_TOOLS = """\
 {{- '<|im_end|>' }}]]{{ '\n' }}
 {%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
 PLAIN = CALLS_TOOLS.replace("[[", "").replace("]]", "")
 TAGGED = CALLS_TOOLS.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
 

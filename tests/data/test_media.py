@@ -37,7 +37,8 @@ FILES: list[tuple[Any, str]] = [
     ("clip.mp4", "video"),
 ]
 TEXTS: list[Any] = [
-    "See a.png for the picture.", "1.5", "web", "main.py", "", "[]", "video transcript", 7, None, [0.1, 0.2], {"id": 4}, b"text",
+    "See a.png for the picture.", "1.5", "web", "main.py", "", "[]", "video transcript", 7, None, [0.1, 0.2],
+    {"id": 4}, b"text",
     "/9j/ is the first word of this long sentence, which is no picture at all, as its spaces and its commas show.",
 ]  # fmt: skip
 

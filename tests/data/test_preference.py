@@ -164,12 +164,14 @@ def test_what_is_dropped_is_counted(plain_tokenizer):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "line 1: `chosen` and `rejected` must begin with the same"),
+        ({"chosen": [assistant("a")], "rejected": [assistant("b")]},
+            "line 1: `chosen` and `rejected` must begin with the same"),
         ({"chosen": [user("q"), assistant("a")], "rejected": [user("r"), assistant("b")]}, "must begin with the same"),
         ({"prompt": "q", "chosen": 3, "rejected": "b"}, "line 1: the field `chosen` is a number"),
         ({"prompt": "q", "chosen": " ", "rejected": "b"}, "line 1: `chosen` is empty; expected a completion"),
         ({"prompt": "q", "chosen": [user("q")], "rejected": "b"}, "must begin with the same"),
-        ({"prompt": "q", "completion": "a"}, "the rows are prompt_completion, and this recipe trains on preference pairs"),
+        ({"prompt": "q", "completion": "a"},
+            "the rows are prompt_completion, and this recipe trains on preference pairs"),
     ],
 )  # fmt: skip
 def test_rows_that_are_no_pair(fields: dict[str, Any], message: str, chat_tokenizer):
@@ -192,7 +194,8 @@ def test_a_pair_that_is_too_long_need_not_be_cut(overflow: str, plain_tokenizer)
     assert render(plain_tokenizer, *rows, **settings, max_completion_length=6)[1].kept == 3
 
 
-PAIRS = [{"prompt": "p" * (i % 5 + 1), "chosen": f"{i}+" + "c" * (i % 9), "rejected": f"{i}-" + "r" * (i % 7)} for i in range(40)]  # fmt: skip
+PAIRS = [{"prompt": "p" * (i % 5 + 1), "chosen": f"{i}+" + "c" * (i % 9),
+    "rejected": f"{i}-" + "r" * (i % 7)} for i in range(40)]  # fmt: skip
 
 
 @pytest.mark.first(4)

@@ -90,7 +90,8 @@ class TestAFunctionOfOnesOwn:
     def test_a_call_that_takes_long_is_reported(self, write: Any, tmp_path: Path, monkeypatch: Any, capsys: Any):
         monkeypatch.setattr(log, "SLOW_SECONDS", 0.2)
         (tmp_path / "slow.py").write_text(
-            "import time\ndef f(row):\n    time.sleep(0.5 * (row['n'] == 2))\n    return row['q'] if row['n'] < 4 else 1 / 0\n"
+            "import time\ndef f(row):\n    time.sleep(0.5 * (row['n'] == 2))\n    return row['q'] if row['n'] < 4 "
+            "else 1 / 0\n"
         )
         config = SFTDataConfig(source=write(self.ROWS), format=f"{tmp_path / 'slow.py'}:f")
         for row in read_rows(config.source, config=config):

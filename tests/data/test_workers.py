@@ -134,7 +134,10 @@ def test_a_process_ends_with_its_parent(tmp_path: Path, number: signal.Signals):
 
 
 def test_the_process_that_makes_documents_never_loads_torch():
-    script = "import sys, lean_ft.data.documents, lean_ft.data.sft, lean_ft.data.unpaired; print(*sorted(sys.modules), sep=chr(10))"
+    script = (
+        "import sys, lean_ft.data.documents, lean_ft.data.sft, lean_ft.data.unpaired; print(*sorted(sys.modules), "
+        "sep=chr(10))"
+    )
     modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert "lean_ft.data.formats" in modules
     assert "torch" not in modules

@@ -1,5 +1,5 @@
-"""Readers that add columns: `tone`, a number per token that names the token's row, side, place and id; `pair`, the tone and the id; and
-`marks`.
+"""Readers that add columns: `tone`, a number per token that names the token's row, side, place and id; `pair`, the tone
+and the id; and `marks`.
 
 Worker processes import this file, so it does not import torch.
 """

@@ -55,8 +55,8 @@ def test_a_runs_newest_checkpoint_becomes_a_plain_folder(run_directory, destinat
 
 
 def test_the_layout_that_other_programs_read(qwen_folder, destination):
-    """vLLM and llama.cpp's converter read `architectures` and the dtype of config.json; transformers requires the format in each
-    file; all read the index."""
+    """vLLM and llama.cpp's converter read `architectures` and the dtype of config.json; transformers requires the
+    format in each file; all read the index."""
     export_folder(qwen_folder, destination, max_shard_size="40KB")
     config = json.loads((destination / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]

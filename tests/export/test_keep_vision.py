@@ -15,7 +15,8 @@ from tests.models.conftest import OTHER_WHOLES, WHOLES, whole_model
 from tests.models.tiny_wholes import RENAMED_LAYERS
 from tests.peft.test_multimodal import with_older_names
 
-# Kinds of folders of multimodal models that differ in their names; text-only folders are in tests/models/test_parity.py.
+# Kinds of folders of multimodal models that differ in their names; text-only folders are in
+# tests/models/test_parity.py.
 KINDS = ("Gemma3", "Mistral3", "Qwen3_5", "Gemma4", "Llama4")
 IDS = torch.arange(3, 43).view(2, 20)
 

@@ -1,4 +1,5 @@
-"""Modelfiles for Ollama: the Go template writes what the chat template writes, run as Jinja by translating its few actions."""
+"""Modelfiles for Ollama: the Go template writes what the chat template writes, run as Jinja by translating its few
+actions."""
 
 import json
 import re
@@ -21,18 +22,23 @@ QUESTION, ANSWER, MORE = (
 CHATS = [[QUESTION], [QUESTION, ANSWER, MORE], [QUESTION, ANSWER, MORE, ANSWER, QUESTION]]
 SYSTEM = {"role": "system", "content": "Antworte kurz."}
 LLAMA2 = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.first or loop.previtem.role == 'system' %}"
-    "{% if messages[0].role == 'system' %}<<SYS>>\n{{ messages[0].content }}\n<</SYS>>\n\n{% endif %}{% endif %}{{ m.content }} "
-    "[/INST]{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.first or loop.previtem.role == "
+    "'system' %}{% if messages[0].role == 'system' %}<<SYS>>\n{{ messages[0].content }}\n<</SYS>>\n\n{% endif %}{% "
+    "endif %}{{ m.content }} [/INST]{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% "
+    "endfor %}"
 )
-PLAIN = "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}### assistant:{% endif %}"
+PLAIN = (
+    "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}### "
+    "assistant:{% endif %}"
+)
 ENDED = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '<return>' if loop.last and m.role == 'assistant' else '<end>' }}"
-    "{% endfor %}{% if messages[-1].role == 'user' %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '<return>' if loop.last and m.role == 'assistant' else "
+    "'<end>' }}{% endfor %}{% if messages[-1].role == 'user' %}<assistant>{% endif %}"
 )
 CLOSED_BY_THE_NEXT = (
-    "<system>none</system>{% for m in messages %}{% if m.role == 'user' %}{% if not loop.first %}<close>{% endif %}<user>"
-    "{{ m.content }}<end>{% else %}<assistant>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "<system>none</system>{% for m in messages %}{% if m.role == 'user' %}{% if not loop.first %}<close>{% endif "
+    "%}<user>{{ m.content }}<end>{% else %}<assistant>{{ m.content }}{% endif %}{% endfor %}{% if "
+    "add_generation_prompt %}<assistant>{% endif %}"
 )
 NUMBERED = "{% for m in messages %}{{ loop.index }}. {{ m.content }}\n{% endfor %}"
 

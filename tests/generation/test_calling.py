@@ -1,4 +1,5 @@
-"""Calls of tools through `leanft serve`, with OpenAI's client as the judge. The sampled tokens are given; all else is real."""
+"""Calls of tools through `leanft serve`, with OpenAI's client as the judge. The sampled tokens are given; all else is
+real."""
 
 import json
 import re

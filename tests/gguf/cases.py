@@ -64,7 +64,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm/parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True, "pad_token_id": 0}),
     "nemotron": ("Nemotron", {"pad_token_id": 0}),
     "starcoder2": ("Starcoder2", {"sliding_window": None, "tie_word_embeddings": False, "rope_parameters": YARN}),
-    "phi": ("Phi", {"num_key_value_heads": 4, "intermediate_size": 256, "rope_parameters": PLAIN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}),
+    "phi": ("Phi", {"num_key_value_heads": 4, "intermediate_size": 256, "rope_parameters": PLAIN | {"rope_theta": 1e4,
+        "partial_rotary_factor": 0.5}, "pad_token_id": 0}),
     "gpt_neox": ("GPTNeoX", {"hidden_act": "gelu_fast", "rotary_pct": 0.5, "num_hidden_layers": 3}),
     "gpt_neox/serial": ("GPTNeoX", {"hidden_act": "gelu_fast", "use_parallel_residual": False}),
     "gpt2": ("GPT2", {}),
@@ -75,7 +76,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
-    "phi3/short": ("Phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 512, "max_position_embeddings": 1024}),
+    "phi3/short": ("Phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 512,
+        "max_position_embeddings": 1024}),
     "phi3/long": ("Phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": ("Gemma2", {**SHORT_WINDOW, "query_pre_attn_scalar": 16, "num_hidden_layers": 3}),
@@ -88,7 +90,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
     "gpt_oss": ("GptOss", {
-        **SHORT_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": YARN, "num_hidden_layers": 3,
+        **SHORT_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": YARN,
+        "num_hidden_layers": 3,
     }),
     "glm4_moe": ("Glm4Moe", {
         **ROUTED, "num_hidden_layers": 3, "head_dim": 16, "routed_scaling_factor": 1.7, "use_qk_norm": True,
@@ -101,15 +104,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 6, "moe_topk": 2, "head_dim": 24, "pad_token_id": 0}),
     "exaone_moe": ("ExaoneMoe", {
-        **EXPERTS, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": WINDOW, "n_group": 3, "topk_group": 2, "num_shared_experts": 2,
+        **EXPERTS, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": WINDOW, "n_group": 3, "topk_group": 2,
+        "num_shared_experts": 2,
         "rope_parameters": LLAMA3_ROPE,
     }),
     "afmoe": ("Afmoe", {
-        **EXPERTS, **SHORT_WINDOW, "num_hidden_layers": 5, "num_dense_layers": 2, "num_shared_experts": 2, "route_scale": 1.7,
+        **EXPERTS, **SHORT_WINDOW, "num_hidden_layers": 5, "num_dense_layers": 2, "num_shared_experts": 2,
+        "route_scale": 1.7,
         "mup_enabled": True,
     }),
     "ernie4_5_moe": ("Ernie4_5_Moe", {
-        "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
+        "num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32,
+        "tie_word_embeddings": False,
         "pad_token_id": 0,
     }),
     "minimax_m2": ("MiniMaxM2", {
@@ -125,7 +131,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "tie_word_embeddings": True,
     }),
     "deepseek_v2": ("DeepseekV2", {
-        **ROUTED, **LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7,
+        **ROUTED, **LATENT, "num_hidden_layers": 3, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.7,
         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
     }),
     "mistral4": ("Mistral4", {
@@ -137,21 +144,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("Youtu", {**LATENT, "q_lora_rank": 24, "pad_token_id": None}),
     "minicpm3": ("MiniCPM3", {
         **LATENT, "q_lora_rank": 24, "v_head_dim": 16, "rope_parameters": {
-            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [2.0, 2.5, 3.0, 3.5],
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.4, 1.6],
+            "long_factor": [2.0, 2.5, 3.0, 3.5],
         }, "original_max_position_embeddings": 32,
     }),
     "llama4_text": ("Llama4", {
-        "num_hidden_layers": 5, "head_dim": 16, "intermediate_size": 32, "intermediate_size_mlp": 64, "num_local_experts": 5,
+        "num_hidden_layers": 5, "head_dim": 16, "intermediate_size": 32, "intermediate_size_mlp": 64,
+        "num_local_experts": 5,
         "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "rope_parameters": LLAMA3_ROPE,
     }),
     "mimo_v2_flash": ("MiMoV2Flash", {
-        **ROUTED, "num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 16, "sliding_window": WINDOW,
+        **ROUTED, "num_attention_heads": 8, "num_hidden_layers": 4, "head_dim": 24, "v_head_dim": 16,
+        "sliding_window": WINDOW,
     }),
     "mimo_v2_flash/listed": ("MiMoV2Flash", {
-        **ROUTED, "num_attention_heads": 8, "num_hidden_layers": 3, "head_dim": 16, "v_head_dim": 16, "sliding_window": WINDOW,
+        **ROUTED, "num_attention_heads": 8, "num_hidden_layers": 3, "head_dim": 16, "v_head_dim": 16,
+        "sliding_window": WINDOW,
         "n_group": 1, "topk_group": 1, "attention_value_scale": None, "mlp_layer_types": ["sparse", "dense", "sparse"],
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
-            "full_attention": {**LINEAR, "partial_rotary_factor": 0.5}, "sliding_attention": {**PLAIN, "partial_rotary_factor": 0.5},
+            "full_attention": {**LINEAR, "partial_rotary_factor": 0.5},
+            "sliding_attention": {**PLAIN, "partial_rotary_factor": 0.5},
         },
     }),
     "qwen3_next": ("Qwen3Next", {
@@ -161,18 +173,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe_text": ("Qwen3_5Moe", {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 48}),
     "lfm2": ("Lfm2", {"num_hidden_layers": 3, "full_attn_idxs": [1], "block_multiple_of": 8}),
     "lfm2_moe": ("Lfm2Moe", {
-        **EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        **EXPERTS, "num_hidden_layers": 4, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     }),
-    "granitemoe": ("GraniteMoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "granitemoe": ("GraniteMoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "intermediate_size": 32}),
     "granitemoeshared": ("GraniteMoeShared", {
-        **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48,
+        **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32,
+        "shared_intermediate_size": 48,
     }),
     "granitemoehybrid": ("GraniteMoeHybrid", {
-        **MAMBA, **GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3, "num_local_experts": 5,
-        "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48, "position_embedding_type": "nope",
+        **MAMBA, **GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48,
+        "position_embedding_type": "nope",
     }),
     "granitemoehybrid/rope": ("GraniteMoeHybrid", {
-        **MAMBA, **GRANITE, "layer_types": ["full_attention", "linear_attention"], "num_local_experts": 0, "num_experts_per_tok": 0,
+        **MAMBA, **GRANITE, "layer_types": ["full_attention", "linear_attention"], "num_local_experts": 0,
+        "num_experts_per_tok": 0,
         "shared_intermediate_size": 48, "position_embedding_type": "rope",
     }),
     "granitemoehybrid/attention": ("GraniteMoeHybrid", {
@@ -187,16 +205,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.9], "tie_word_embeddings": True,
     }),
     "falcon_h1/norm": ("FalconH1", {
-        **MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": False,
+        **MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "tie_word_embeddings": False,
     }),
-    "nemotron_h": ("NemotronH", {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    "nemotron_h": ("NemotronH", {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention",
+        "mlp"]}),
     "nemotron_h/experts": ("NemotronH", {
-        **NEMOTRON, **ROUTED, "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "routed_scaling_factor": 1.7,
+        **NEMOTRON, **ROUTED, "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+        "routed_scaling_factor": 1.7,
         "moe_shared_expert_intermediate_size": 48,
     }),
-    # llama.cpp fixes the sizes of these projections, and the 20 layers that have own keys. With a large epsilon, rounding stays small.
+    # llama.cpp fixes the sizes of these projections, and the 20 layers that have own keys. With a large epsilon,
+    # rounding stays small.
     "gemma3n_text": ("Gemma3n", {
-        **GEMMA3N, "num_hidden_layers": 23, "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 410, "rms_norm_eps": 2.0,
+        **GEMMA3N, "num_hidden_layers": 23, "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 410,
+        "rms_norm_eps": 2.0,
         "layer_types": [*GEMMA3N_WINDOWS, "full_attention", "sliding_attention", "full_attention"],
     }),
     "gemma3n_text/short": ("Gemma3n", {
@@ -215,7 +238,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "gemma4_unified_text": ("Gemma4Unified", {
         **{name: value for name, value in GEMMA4.items() if name != "vocab_size_per_layer_input"},
-        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
     }),
 }  # fmt: skip
 # Further cases, which llama.cpp's server does not run.

@@ -16,7 +16,8 @@ __all__ = ["make_model_folder", "qwen_folder", "run_directory", "texts"]
 
 @pytest.fixture(scope="session")
 def exported(make_model_folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """A function that returns a case's folder and its file in float32, made once for all tests, which must change neither."""
+    """A function that returns a case's folder and its file in float32, made once for all tests, which must change
+    neither."""
 
     @functools.cache
     def export(case: str) -> tuple[Path, Path]:

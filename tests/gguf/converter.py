@@ -1,7 +1,7 @@
 """llama.cpp's converter of Hugging Face folders as the judge of exported files: what both write for the same folder.
 
-The converter is not part of any package. Set LLAMA_CPP to a folder of llama.cpp's sources to run it. What it wrote is kept in
-converter_facts.json, which `python scripts/make_converter_facts.py` writes.
+The converter is not part of any package. Set LLAMA_CPP to a folder of llama.cpp's sources to run it. What it wrote is
+kept in converter_facts.json, which `python scripts/make_converter_facts.py` writes.
 """
 
 import copy
@@ -93,8 +93,8 @@ NOT_CONVERTED = {
 _MROPE = {"rope_parameters": {**PLAIN, "mrope_section": [2, 3, 3]}}
 _MROPE24 = {"rope_parameters": {**PLAIN, "mrope_section": [4, 4, 4]}}
 _HALF_MROPE = {"rope_parameters": {**PLAIN, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
-# Models that read images -> the case of the language model, its model_type in text_config, settings, and transformers' class that
-# a published text_config names.
+# Models that read images -> the case of the language model, its model_type in text_config, settings, and transformers'
+# class that a published text_config names.
 WHOLES: dict[str, tuple[str, str, dict[str, Any], str | None]] = {
     "gemma3": ("gemma3_text", "gemma3_text", {}, None),
     "gemma4": ("gemma4_text", "gemma4_text", {}, None),
@@ -193,11 +193,12 @@ for case, source, out, as_it_is in json.load(sys.stdin):
     except (Exception, SystemExit) as error:
         errors[case] = traceback.format_exc()
 pathlib.Path(sys.argv[1]).write_text(json.dumps(errors))
-"""
+"""  # noqa: E501
 
 
 def convert(jobs: dict[str, tuple[Path, Path]], place: Path) -> dict[str, str]:
-    """Convert folders to files by case, with llama.cpp's sources in LLAMA_CPP. Returns errors by case. place: a new file."""
+    """Convert folders to files by case, with llama.cpp's sources in LLAMA_CPP. Returns errors by case. place: a new
+    file."""
     sources = Path(os.environ["LLAMA_CPP"])
     path = os.pathsep.join(map(str, (sources / "gguf-py", sources)))
     listed = [[case, str(source), str(out), case in _WITH_OWN_CODE] for case, (source, out) in jobs.items()]
@@ -315,16 +316,16 @@ DIFFERENT: dict[str, dict[str, str]] = {
     "deepseek_v2": {"expert_group_count": _DEFAULT, "expert_group_used_count": _DEFAULT},
     "deepseek_v3/no_query_latent": {"expert_group_count": _DEFAULT, "expert_group_used_count": _DEFAULT},
     "ernie4_5_moe": {
-        "expert_shared_feed_forward_length": "the converter divides intermediate_size by the number of key heads, which gives the same "
-        "for the published models"
+        "expert_shared_feed_forward_length": "the converter divides intermediate_size by the number of key heads, which gives the same for the published models"  # noqa: E501
     },
     "exaone_moe": {"rope.scaling.type": _DEFAULT, "nextn_predict_layers": _DEFAULT},
     **{
-        family: {"token_embd.weight F32 [416, 64]": _CUT, "token_embd.weight F32 [404, 64]": _CUT, "final_logit_softcapping": _NO_CAP}
+        family: {"token_embd.weight F32 [416, 64]": _CUT, "token_embd.weight F32 [404, 64]": _CUT,
+            "final_logit_softcapping": _NO_CAP}
         for family in ("gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_unified")
     },
     "glm": {
-        "attention.layer_norm_rms_epsilon": "the converter reads the fields of the first ChatGLM, which this config.json lacks",
+        "attention.layer_norm_rms_epsilon": "the converter reads the fields of the first ChatGLM, which this config.json lacks",  # noqa: E501
         "context_length": "the converter reads the fields of the first ChatGLM, which this config.json lacks",
     },
     "glm4_moe": {"nextn_predict_layers": _DEFAULT},
@@ -343,7 +344,8 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "rope.scaling.finetuned": _NO_ROPE,
     },
     "mimo_v2_flash": dict.fromkeys(
-        ("attention.head_count_kv", "attention.sliding_window_pattern", "block_count", "nextn_predict_layers"), _NO_DRAFTS
+        ("attention.head_count_kv", "attention.sliding_window_pattern", "block_count", "nextn_predict_layers"),
+        _NO_DRAFTS
     ),
     "ministral3": {"rope.scaling.yarn_log_multiplier": "gives the scale that the file has as rope.scaling.attn_factor"},
     "mistral3": {"rope.scaling.yarn_log_multiplier": "gives the scale that the file has as rope.scaling.attn_factor"},

@@ -9,7 +9,8 @@ import pytest
 
 
 class LlamaServer:
-    """Serves a GGUF file, with keys and values in float32, until the object is deleted. `adapter`, `mmproj`: GGUF files too."""
+    """Serves a GGUF file, with keys and values in float32, until the object is deleted. `adapter`, `mmproj`: GGUF files
+    too."""
 
     def __init__(self, file: Path, adapter: Path | None = None, mmproj: Path | None = None) -> None:
         pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")

@@ -1,4 +1,5 @@
-"""Exported files against those of llama.cpp's converter for the same folder: architecture, metadata, tensors and values.
+"""Exported files against those of llama.cpp's converter for the same folder: architecture, metadata, tensors and
+values.
 
 By default the converter's side comes from converter_facts.json. With LLAMA_CPP set to llama.cpp's sources, it runs.
 """
@@ -74,7 +75,8 @@ def test_every_case_and_every_reason_is_used():
     assert not NOT_CONVERTED.keys() - FAMILIES.keys()
     assert {case.partition("/")[0] for case in DIFFERENT} <= {case.partition("/")[0] for case in JUDGED}
     assert ONLY_OURS.keys() - {key for of_case in facts.values() for key in of_case["metadata"]} <= {
-        "attention.recurrent_layers", "interleave_moe_layer_step", "rope.dimension_count_swa", "rope.scaling.attn_factor",
+        "attention.recurrent_layers", "interleave_moe_layer_step", "rope.dimension_count_swa",
+        "rope.scaling.attn_factor",
         "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token", "tokenizer.ggml.eot_token_id",
     }  # fmt: skip
 
@@ -94,7 +96,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
 @pytest.mark.parametrize("case", JUDGED)
 @torch.no_grad()
 def test_files_of_llama_cpps_converter(case, converted, tmp_path):
-    """The facts of its files are those in converter_facts.json. They have an export's numbers, and are read as the folder."""
+    """The facts of its files are those in converter_facts.json. They have an export's numbers, and are read as the
+    folder."""
     source, file = converted[case]
     assert facts_of(file) == json.loads(FACTS.read_text())[case]
     export_gguf(source, tmp_path / "model.gguf", "f32")
@@ -143,7 +146,8 @@ def test_a_file_of_a_model_that_reads_images_comes_back_unchanged(case, tmp_path
 @pytest.mark.parametrize(
     ("model_type", "remark"),
     [
-        ("got_ocr2", "The language model is that of got_ocr2, for text alone: llama.cpp's converter writes no file of this family's vision tower"),
+        ("got_ocr2",
+            "The language model is that of got_ocr2, for text alone: llama.cpp's converter writes no file of this family's vision tower"),  # noqa: E501
         ("qwen3", "The run trained the language model of qwen3_vl alone, and the file is for text alone."),
     ],
 )  # fmt: skip
@@ -161,7 +165,8 @@ def test_what_does_not_fit_an_mmproj_file_is_reported(model_type, remark, tmp_pa
 
 @pytest.mark.parametrize(
     ("sections", "message"),
-    [(None, "config.json has no mrope_section in its rotary settings"), ([1, 2, "x"], r"mrope_section is \[1, 2, 'x'\]; expected")],
+    [(None, "config.json has no mrope_section in its rotary settings"),
+        ([1, 2, "x"], r"mrope_section is \[1, 2, 'x'\]; expected")],
 )  # fmt: skip
 def test_sections_that_llama_cpp_needs(sections, message, tmp_path):
     source = write_folder("qwen2_5_vl", tmp_path / "model")

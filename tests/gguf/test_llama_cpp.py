@@ -26,7 +26,8 @@ WITH_GELU = {"starcoder2", "phi", "gpt_neox", "gpt2", "gpt_bigcode"}
 
 
 class GELUFromTable(TorchDispatchMode):
-    """GELU as llama.cpp computes it on a CPU, between -10 and 10 from a table in float16, and its deviation of gates."""
+    """GELU as llama.cpp computes it on a CPU, between -10 and 10 from a table in float16, and its deviation of
+    gates."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.std.correction, torch.ops.aten.std_mean.correction):  # that of a sample
@@ -161,7 +162,8 @@ def round_inputs(model: torch.nn.Module, file: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "hidden_size"), [
-    *((kind, 256) for kind in ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl", "mxfp4")), ("q4_k_m", 96), ("q5_k_m", 96),
+    *((kind, 256) for kind in ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl", "mxfp4")), ("q4_k_m", 96),
+    ("q5_k_m", 96),
 ])  # fmt: skip
 def test_llama_cpp_reads_quantized_weights(kind, hidden_size, make_model_folder, tmp_path):
     """Its log-probabilities are those of the dequantized weights, up to a few inputs that round the other way."""

@@ -1,4 +1,5 @@
-"""Models read from GGUF files: against the folders they were exported from, transformers, the `gguf` package and llama.cpp."""
+"""Models read from GGUF files: against the folders they were exported from, transformers, the `gguf` package and
+llama.cpp."""
 
 import functools
 import json
@@ -44,7 +45,8 @@ IDS = torch.arange(60).view(2, 30)
 CHAT = [{"role": "user", "content": "Hi <|im_end|> there"}, {"role": "assistant", "content": "Hello."}]
 SPM = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CHAT_CONFIG = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-# The file is read as another configuration that computes the same: weights have multipliers, scales are rounded, and so on.
+# The file is read as another configuration that computes the same: weights have multipliers, scales are rounded, and so
+# on.
 EQUIVALENT = {"falcon_h1", "deepseek_v3", "granitemoehybrid/attention", "gemma3n_text"}
 
 
@@ -144,7 +146,8 @@ def test_an_exported_folder_opens_in_transformers_with_equal_logits(make_model_f
     expected = transformers.AutoModelForCausalLM.from_pretrained(source)
     assert torch.equal(theirs(IDS).logits, expected(IDS).logits)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
-    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == load_tokenizer(source).apply_chat_template(CHAT, tokenize=False)  # fmt: skip
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == load_tokenizer(source).apply_chat_template(CHAT,
+        tokenize=False)  # fmt: skip
 
 
 @pytest.mark.first(4)
@@ -256,28 +259,39 @@ def kinds_of(value):
 
 
 WRONG = {
-    "architecture": ({"metadata": {"general.architecture": "lama"}}, "architecture 'lama'; expected one of afmoe, apertus.* Did you mean 'llama'"),
-    "a key that changes the computation": ({"metadata": {"qwen2.attention.scale": 0.5}}, "metadata attention.scale, which"),
+    "architecture": ({"metadata": {"general.architecture": "lama"}},
+        "architecture 'lama'; expected one of afmoe, apertus.* Did you mean 'llama'"),
+    "a key that changes the computation": ({"metadata": {"qwen2.attention.scale": 0.5}},
+        "metadata attention.scale, which"),
     "a missing key": ({"metadata": {"qwen2.block_count": None}}, "lacks the metadata block_count"),
-    "a count of another type": ({"metadata": {"qwen2.block_count": "two"}}, "block_count is 'two'; expected an integer"),
+    "a count of another type": ({"metadata": {"qwen2.block_count": "two"}},
+        "block_count is 'two'; expected an integer"),
     "no tokens": ({"metadata": {"tokenizer.ggml.tokens": None}}, "tokenizer.ggml.tokens has none; expected one str"),
     "too few types": ({"metadata": {"tokenizer.ggml.token_type": [1]}}, "token_type has 1 entries; expected one int"),
     "a splitting rule": ({"metadata": {"tokenizer.ggml.pre": "qwen3"}}, "rule 'qwen3'.*Did you mean 'qwen35'"),
     "a tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "tokenizer 'bert'; expected gpt2"),
     "an id out of range": ({"metadata": {"tokenizer.ggml.eos_token_id": 9999}}, "eos_token_id is 9999; expected an id"),
-    "an end of another type": ({"metadata": {"tokenizer.ggml.eot_token_id": ["x"]}}, r"eot_token_id is \['x'\]; expected an id"),
-    "a template of another type": ({"metadata": {"tokenizer.chat_template": 5}}, "chat_template is 5, which is of the wrong type"),
-    "a second template": ({"metadata": {"tokenizer.chat_template.tool_use": 1.5}}, "tool_use is 1.5, which is of the wrong type"),
+    "an end of another type": ({"metadata": {"tokenizer.ggml.eot_token_id": ["x"]}},
+        r"eot_token_id is \['x'\]; expected an id"),
+    "a template of another type": ({"metadata": {"tokenizer.chat_template": 5}},
+        "chat_template is 5, which is of the wrong type"),
+    "a second template": ({"metadata": {"tokenizer.chat_template.tool_use": 1.5}},
+        "tool_use is 1.5, which is of the wrong type"),
     "tokens of another type": ({"metadata": {"tokenizer.ggml.tokens": 5}}, "tokens is 5, which is of the wrong type"),
-    "types of another type": ({"metadata": {"tokenizer.ggml.token_type": "x"}}, "token_type is x, which is of the wrong"),
+    "types of another type": ({"metadata": {"tokenizer.ggml.token_type": "x"}},
+        "token_type is x, which is of the wrong"),
     "merges of another type": ({"metadata": {"tokenizer.ggml.merges": 5}}, "merges is 5, which is of the wrong type"),
-    "a rule of another type": ({"metadata": {"tokenizer.ggml.pre": ["qwen2"]}}, r"pre is \['qwen2'\], which is of the wrong"),
-    "a flag of another type": ({"metadata": {"tokenizer.ggml.add_bos_token": "x"}}, "add_bos_token is x, which is of the wrong"),
-    "merges of no tokens": ({"metadata": {"tokenizer.ggml.merges": ["q q", "qq qq"]}}, "makes no token of the vocabulary"),
+    "a rule of another type": ({"metadata": {"tokenizer.ggml.pre": ["qwen2"]}},
+        r"pre is \['qwen2'\], which is of the wrong"),
+    "a flag of another type": ({"metadata": {"tokenizer.ggml.add_bos_token": "x"}},
+        "add_bos_token is x, which is of the wrong"),
+    "merges of no tokens": ({"metadata": {"tokenizer.ggml.merges": ["q q", "qq qq"]}},
+        "makes no token of the vocabulary"),
     "a part": ({"metadata": {"split.count": 3}}, "one part of a split model. Join the parts"),
     "a missing tensor": ({"drop": "blk.1.ffn_up.weight"}, "lacks tensors of qwen2: blk.1.ffn_up.weight"),
     "an unexpected tensor": ({"tensors": {"blk.0.extra.weight": np.ones((4, 4), np.float32)}}, "unexpected tensors"),
-    "a wrong shape": ({"tensors": {"blk.0.attn_norm.weight": np.ones(63, np.float32)}}, r"shape \[63\]; expected \[64\]"),
+    "a wrong shape": ({"tensors": {"blk.0.attn_norm.weight": np.ones(63, np.float32)}},
+        r"shape \[63\]; expected \[64\]"),
     "integers": ({"tensors": {"blk.0.attn_norm.weight": np.ones(64, np.int32)}}, "as I32; expected one of F32, F16"),
 }  # fmt: skip
 
@@ -402,7 +416,8 @@ def llama_cpp_ids(file: Path, texts: list[str]) -> list[list[int]]:
     found = []
     for text in texts:
         body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
-        request = urllib.request.Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})  # fmt: skip
+        request = urllib.request.Request(f"{server.listening_address}/tokenize", body,
+            {"Content-Type": "application/json"})  # fmt: skip
         with urllib.request.urlopen(request, timeout=30) as answer:
             found.append(json.load(answer)["tokens"])
     return found

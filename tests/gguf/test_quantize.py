@@ -15,7 +15,8 @@ from lean_ft.gguf.quantize import FORMATS, Mix, num_bytes, quantize
 from tests.export.conftest import qwen_tokenizer
 
 RANDOM = np.random.default_rng(0)
-ROWS = [torch.from_numpy(0.02 * rows).float() for rows in (RANDOM.normal(size=(16, 1024)), RANDOM.standard_t(3, size=(16, 1024)))]  # fmt: skip
+ROWS = [torch.from_numpy(0.02 * rows).float() for rows in (RANDOM.normal(size=(16, 1024)),
+    RANDOM.standard_t(3, size=(16, 1024)))]  # fmt: skip
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "max_position_embeddings": 64}
 
 
@@ -65,7 +66,8 @@ MORE_BITS, FIRST = {0, 1, 2, 5, 8, 11, 14, 17, 20, 21, 22, 23}, {0, 1, 2}
 @pytest.mark.parametrize(("kind", "part", "facts", "expected"), [
     ("q4_k_m", "attn_q", {}, {"q4_k": LAYERS}),
     ("q4_k_m", "attn_v", {}, {"q6_k": MORE_BITS, "q4_k": LAYERS - MORE_BITS}),
-    ("q4_k_m", "attn_v", {"num_layers": 80, "heads_per_group": 8}, {"q6_k": {*range(10), 12, 15, 18, 21}, "q5_k": {10, 11, 13, 14, 16, 17, 19, 20, 22, 23}}),
+    ("q4_k_m", "attn_v", {"num_layers": 80, "heads_per_group": 8},
+        {"q6_k": {*range(10), 12, 15, 18, 21}, "q5_k": {10, 11, 13, 14, 16, 17, 19, 20, 22, 23}}),
     ("q5_k_m", "ffn_down", {}, {"q6_k": MORE_BITS, "q5_k": LAYERS - MORE_BITS}),
     ("q5_k_m", "ffn_down_exps", {"num_experts": 128}, {"q6_k": MORE_BITS, "q5_k": LAYERS - MORE_BITS}),
     ("q4_k_m", "attn_v", {"num_experts": 8}, {"q8_0": LAYERS}),
@@ -115,7 +117,7 @@ def test_files_hold_their_kinds(kind, tied, embedding, output, make_model_folder
     stored = reader.tensors[[t.name for t in reader.tensors].index("blk.2.ffn_down.weight")]
     error = dequantized(stored.data, stored.tensor_type.name) - weights["model.layers.2.mlp.down_proj.weight"]
     printed = re.search(rf"{stored.tensor_type.name.lower()} ([\d.]+)%", exported)
-    assert float(printed[1]) == pytest.approx(100 * float(error.norm() / weights["model.layers.2.mlp.down_proj.weight"].norm()), rel=0.1)  # fmt: skip
+    assert float(printed[1]) == pytest.approx(100 * float(error.norm() / weights["model.layers.2.mlp.down_proj.weight"].norm()), rel=0.1)  # fmt: skip  # noqa: E501
 
 
 def test_an_unknown_kind_leaves_no_file(make_model_folder, tmp_path):

@@ -74,7 +74,7 @@ def test_rows_of_a_head_are_reordered_biases_too(make_model_folder, file):
         for ending in ("weight", "bias"):
             rows = weights[f"model.layers.1.self_attn.{theirs}.{ending}"].numpy()
             half = len(rows) // num_heads // 2
-            order = [head * 2 * half + feature + pair * half for head in range(num_heads) for feature in range(half) for pair in (0, 1)]  # fmt: skip
+            order = [head * 2 * half + feature + pair * half for head in range(num_heads) for feature in range(half) for pair in (0, 1)]  # fmt: skip  # noqa: E501
             np.testing.assert_array_equal(stored(file)[f"blk.1.{ours}.{ending}"], rows[order])
     unmoved = weights["model.layers.1.self_attn.v_proj.bias"].numpy()
     np.testing.assert_array_equal(stored(file)["blk.1.attn_v.bias"], unmoved)
@@ -104,7 +104,8 @@ def test_how_numbers_are_stored(make_model_folder, file):
     blocks = up.view(-1, 32)
     scale = blocks.abs().amax(dim=1, keepdim=True) / 127
     rounded = (blocks / scale).round() * scale.half().float()
-    torch.testing.assert_close(torch.from_numpy(stored(file)["blk.0.ffn_up.weight"]).view(-1, 32), rounded, atol=1e-6, rtol=1e-5)  # fmt: skip
+    torch.testing.assert_close(torch.from_numpy(stored(file)["blk.0.ffn_up.weight"]).view(-1, 32), rounded, atol=1e-6,
+        rtol=1e-5)  # fmt: skip
     assert "2 tensors as f16" in str(exported)  # ffn_down of two layers, with rows of 80
     np.testing.assert_array_equal(stored(file)["output_norm.weight"], norm.numpy())
     assert field(file, "general.file_type") == 7
@@ -162,7 +163,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 PUBLISHED = {  # other spellings of splitting rules in published tokenizer.json
     "deepseek-v3": [
         r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^CRLF\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[CRLF]*|"""
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^CRLF\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[CRLF]*|"""  # noqa: E501
         r"\s*[CRLF]+|\s+(?!\S)|\s+", BYTES,
     ],
 }  # fmt: skip
@@ -273,8 +274,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "change", "message"),
         [
-            ("config.json", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}, "qwen2 does not compute the model: its file: attention.sliding_window is 32; expected none"),
-            ("tokenizer.json", {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\d+|\s+"}, "behavior": "Isolated", "invert": False}}, "llama.cpp would give other ids"),
+            ("config.json", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0,
+                "layer_types": None},
+                "qwen2 does not compute the model: its file: attention.sliding_window is 32; expected none"),
+            ("tokenizer.json", {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\d+|\s+"},
+                "behavior": "Isolated", "invert": False}}, "llama.cpp would give other ids"),
         ],
     )  # fmt: skip
     def test_what_llama_cpp_reads_differently(self, folder, file, name, change, message):
@@ -304,31 +308,46 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("family", "settings", "message"),
         [
-            ("Llama", {"hidden_act": "gelu"}, "architecture llama does not compute the model: activation is gelu, and it always computes with silu"),
-            ("Gemma", {"head_dim": 16, "tie_word_embeddings": False}, "gemma does not .*: it has no tensor lm_head.weight"),
+            ("Llama", {"hidden_act": "gelu"},
+                "architecture llama does not compute the model: activation is gelu, and it always computes with silu"),
+            ("Gemma", {"head_dim": 16, "tie_word_embeddings": False},
+                "gemma does not .*: it has no tensor lm_head.weight"),
             ("Olmo2", {"tie_word_embeddings": True}, "olmo2 .* tied_embeddings is True, .* with False"),
             ("Qwen2", {"head_dim": 24}, "qwen2 .*key_length is 24; expected 16"),
-            ("Qwen2", {"rope_parameters": LLAMA3_ROPE}, "rotary scaling is llama3, .* qwen2 computes with default or linear or yarn"),
+            ("Qwen2", {"rope_parameters": LLAMA3_ROPE},
+                "rotary scaling is llama3, .* qwen2 computes with default or linear or yarn"),
             ("Qwen3", {"head_dim": 16, "attention_bias": True}, "qwen3 .* qkv_bias is True"),
             ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0, "mlp_bias": True}, "mlp_bias is True"),
             ("Mixtral", {"sliding_window": 16}, "sliding_window is 16; expected none"),
             ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}, "weights_sum_to_one of the mixture of layer 0 is False"),
-            ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}, "has no tensor model.layers.1.mlp.gate_proj.weight"),
-            ("Qwen3Next", {**EXPERTS, "linear_value_head_dim": 64}, "value_dim of the mixer of layer 0 is 64, .* with 128"),
+            ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+                "has no tensor model.layers.1.mlp.gate_proj.weight"),
+            ("Qwen3Next", {**EXPERTS, "linear_value_head_dim": 64},
+                "value_dim of the mixer of layer 0 is 64, .* with 128"),
             ("Qwen3_5", {"layer_types": ["full_attention"] * 2}, "lacks the metadata ssm.state_size"),
             ("Lfm2", {"conv_bias": True, "full_attn_idxs": [1]}, "bias of the mixer of layer 0 is True"),
-            ("GptOss", {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "head_dim": 16}, "lacks the metadata attention.sliding_window .* Export a Hugging Face folder"),
-            ("DeepseekV2", {**ROUTED, "topk_method": "group_limited_greedy", "q_lora_rank": None}, "expert_group_count is 4; expected 1"),
-            ("Afmoe", {**EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"], "mup_enabled": True}, "expected a window in three of four layers"),
+            ("GptOss", {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "head_dim": 16},
+                "lacks the metadata attention.sliding_window .* Export a Hugging Face folder"),
+            ("DeepseekV2", {**ROUTED, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+                "expert_group_count is 4; expected 1"),
+            ("Afmoe", {**EXPERTS, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"],
+                "mup_enabled": True}, "expected a window in three of four layers"),
             ("Starcoder2", {"sliding_window": 32}, "sliding_window is 32; expected none"),
             ("GPTNeoX", {"hidden_act": "relu"}, "activation is relu, and it always computes with gelu_tanh"),
-            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 5, "num_kv_shared_layers": 0}, "gate_sparsity of layer 0 is 0.0, .* with 0.95"),
-            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 21, "num_kv_shared_layers": 0}, "kv_from_layer of layer 20 is None, .* with 18"),
-            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 21, "num_kv_shared_layers": 1, "layer_types": ["sliding_attention"] * 21}, "expected a window in layer 18 and none in layer 19"),
-            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 12, "num_kv_shared_layers": 0, "laurel_rank": 32}, "branch_rank is 32, .* with 64"),
-            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 12, "num_kv_shared_layers": 0, "altup_num_inputs": 3}, "number of the streams is 3, .* with 4"),
-            ("MiMoV2Flash", {**ROUTED, "head_dim": 24, "v_head_dim": 16, "routed_scaling_factor": 2.0}, "weights_factor of the mixture of layer 1 is 2.0, .* with 1.0"),
-            ("MiMoV2Flash", {**ROUTED, "head_dim": 16, "v_head_dim": 16}, "dimension_count is 5; expected an even number"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 5, "num_kv_shared_layers": 0},
+                "gate_sparsity of layer 0 is 0.0, .* with 0.95"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 21, "num_kv_shared_layers": 0},
+                "kv_from_layer of layer 20 is None, .* with 18"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 21, "num_kv_shared_layers": 1,
+                "layer_types": ["sliding_attention"] * 21}, "expected a window in layer 18 and none in layer 19"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 12, "num_kv_shared_layers": 0, "laurel_rank": 32},
+                "branch_rank is 32, .* with 64"),
+            ("Gemma3n", {**GEMMA3N, "num_hidden_layers": 12, "num_kv_shared_layers": 0, "altup_num_inputs": 3},
+                "number of the streams is 3, .* with 4"),
+            ("MiMoV2Flash", {**ROUTED, "head_dim": 24, "v_head_dim": 16, "routed_scaling_factor": 2.0},
+                "weights_factor of the mixture of layer 1 is 2.0, .* with 1.0"),
+            ("MiMoV2Flash", {**ROUTED, "head_dim": 16, "v_head_dim": 16},
+                "dimension_count is 5; expected an even number"),
             ("Phimoe", {"num_local_experts": 4}, "does not compute phimoe as it was trained: it has RMSNorm instead"),
         ],
     )  # fmt: skip

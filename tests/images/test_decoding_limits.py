@@ -1,4 +1,5 @@
-"""Memory of images: what decoding needs is known from the header, files that need too much are refused, and threads take turns."""
+"""Memory of images: what decoding needs is known from the header, files that need too much are refused, and threads
+take turns."""
 
 import io
 import json
@@ -174,7 +175,7 @@ except ValueError as error:
     refused = str(error)
 found = {"needed": needed, "loaded": loaded, "grown": peak() - before, "seconds": time.process_time() - began, "refused": refused}
 print(json.dumps(found))
-"""
+"""  # noqa: E501
 
 
 def measured(encoded: bytes, model: Path, folder: Path) -> dict[str, Any]:
@@ -186,7 +187,8 @@ def measured(encoded: bytes, model: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_no_image_takes_more_than_its_share(tmp_path: Path):
-    """The largest images that are read, and bombs: at most 200 MiB more in a fresh process, and the memory that was foretold."""
+    """The largest images that are read, and bombs: at most 200 MiB more in a fresh process, and the memory that was
+    foretold."""
     model = write_folder(tmp_path, "qwen3_vl")
     one, red = solid(8192, "1"), Image.new("RGB", (4096, 4096), "red")
     largest = {

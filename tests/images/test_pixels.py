@@ -1,4 +1,5 @@
-"""Colors of images: 16 bits are scaled to 8, transparent pixels become white, and values without a known range are refused."""
+"""Colors of images: 16 bits are scaled to 8, transparent pixels become white, and values without a known range are
+refused."""
 
 import io
 import struct
@@ -81,7 +82,8 @@ def test_the_transparent_gray_of_a_png_becomes_white(depth: int, row: bytes, val
 @pytest.mark.parametrize(
     ("image", "kind", "reason"),
     [
-        (Image.fromarray((RAMP * 65535).astype(np.int32), mode="I"), "TIFF", "its values are signed integers or integers of 32 bits"),
+        (Image.fromarray((RAMP * 65535).astype(np.int32), mode="I"), "TIFF",
+            "its values are signed integers or integers of 32 bits"),
         (Image.fromarray(RAMP.astype(np.float32), mode="F"), "TIFF", "its values are fractions"),
     ],
 )  # fmt: skip

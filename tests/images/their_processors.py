@@ -1,7 +1,7 @@
 """Image processors of transformers for one image at a time, and the text that its processors write.
 
-Its image processors for LFM2-VL and Gemma 4 (unified) exist in a torchvision form alone. They run here with Pillow's resize in
-place of torchvision's, and PixtralProcessor with an empty torchvision.
+Its image processors for LFM2-VL and Gemma 4 (unified) exist in a torchvision form alone. They run here with Pillow's
+resize in place of torchvision's, and PixtralProcessor with an empty torchvision.
 """
 
 import json
@@ -19,20 +19,24 @@ from PIL import Image
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 TILES: dict[str, Any] = {
-    "tile_size": 128, "min_tiles": 2, "max_tiles": 6, "min_image_tokens": 4, "max_image_tokens": 16, "encoder_patch_size": 16,
+    "tile_size": 128, "min_tiles": 2, "max_tiles": 6, "min_image_tokens": 4, "max_image_tokens": 16,
+    "encoder_patch_size": 16,
     "downsample_factor": 2, "use_thumbnail": True,
 }  # fmt: skip
-# By model type: fields of config.json, settings of the image processor, transformers' processor, and its image processor.
+# By model type: fields of config.json, settings of the image processor, transformers' processor, and its image
+# processor.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "qwen3_vl": (
         {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
         {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 64 * 64, "longest_edge": 512 * 512}, **HALF},
-        "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor", "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+        "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+        "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
     ),
     "qwen2_5_vl": (
         {"vision_config": {"patch_size": 14}},
         {"min_pixels": 56 * 56, "max_pixels": 448 * 448},
-        "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor", "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+        "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+        "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
     ),
     "gemma3": (
         {"vision_config": {"patch_size": 14, "image_size": 112}, "mm_tokens_per_image": 4},

@@ -282,7 +282,8 @@ def test_what_cannot_be_is_refused(name: str, settings: dict, message: str, answ
 def test_a_function_of_ones_own_is_a_mean_over_the_steps_tokens(answers: dict[str, Tensor], tmp_path: Any) -> None:
     """Without a clip the loss equals dapo's with infinite bounds, including divergence and weights."""
     (tmp_path / "own.py").write_text(
-        "def mine(answers): return -answers.log_ratio.exp() * answers.advantages\ndef wrong(answers): return answers.mask[0]\n"
+        "def mine(answers): return -answers.log_ratio.exp() * answers.advantages\ndef wrong(answers): return "
+        "answers.mask[0]\n"
     )
     given = [answers[key] for key in ("logps", "old_logps", "advantages", "mask")]
     more = {"reference_logps": answers["reference"], "kl_weight": 0.1, "weights": answers["mask"] / 2, "num_tokens": 31}

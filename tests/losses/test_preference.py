@@ -282,7 +282,8 @@ def test_a_new_loss_is_a_function_and_a_row_of_the_settings(tmp_path: Path) -> N
 
 def test_a_function_of_ones_own_is_called_as_those_that_are_there(answers: Any, tmp_path: Any) -> None:
     (tmp_path / "own.py").write_text(
-        "from lean_ft.losses.preference import ipo, sigmoid as mine\ndef wrong(pairs, beta): return pairs.margin.sum()\n"
+        "from lean_ft.losses.preference import ipo, sigmoid as mine\ndef wrong(pairs, beta): return "
+        "pairs.margin.sum()\n"
     )
     file = f"{tmp_path / 'own.py'}:"
     torch.testing.assert_close(

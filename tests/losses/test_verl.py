@@ -1,4 +1,5 @@
-"""PPO's losses, gradients, returns and advantages compared with results of verl's functions, which make_verl_values.py recorded."""
+"""PPO's losses, gradients, returns and advantages compared with results of verl's functions, which make_verl_values.py
+recorded."""
 
 import json
 from pathlib import Path

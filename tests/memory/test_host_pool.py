@@ -65,8 +65,8 @@ for step in range(4):
 print(highest, most_alive, faults() - started)
 """
 
-# First each tensor is larger than all freed ones, and live tensors separate the free ranges. Then four threads allocate and
-# free tensors at the same time.
+# First each tensor is larger than all freed ones, and live tensors separate the free ranges. Then four threads allocate
+# and free tensors at the same time.
 GROWING = """
 import threading
 import torch

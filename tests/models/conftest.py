@@ -90,7 +90,8 @@ def _made_once(
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """A function that returns a case's folder and transformers' model, made once for all tests, which must change neither."""
+    """A function that returns a case's folder and transformers' model, made once for all tests, which must change
+    neither."""
     return lambda case, dtype=torch.float32: _made_once(tmp_path_factory, case, 0, dtype, {})
 
 
@@ -141,7 +142,8 @@ _QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_hea
 _QWEN_VISION |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
 
-# The other multimodal types. Those with names or fields of their own run in the default tests, the rest in the long ones.
+# The other multimodal types. Those with names or fields of their own run in the default tests, the rest in the long
+# ones.
 _TYPES = {getattr(transformers, f"{name}Config").model_type for name in WHOLES}
 OTHER_WHOLES = [
     pytest.param(name, marks=[pytest.mark.long] * (name not in ("aya_vision", "glm4v", "got_ocr2", "idefics3")))

@@ -132,7 +132,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "activation_sparsity_pattern": [0.95, 0.7, 0.0, 0.5, 0.0, 0.3],
     }),
     "gemma3n_text_other_stream": ("gemma3n_text", {
-        **GEMMA_3N, "num_kv_shared_layers": 0, "altup_num_inputs": 3, "altup_active_idx": 2, "altup_correct_scale": False,
+        **GEMMA_3N, "num_kv_shared_layers": 0, "altup_num_inputs": 3, "altup_active_idx": 2,
+        "altup_correct_scale": False,
         "tie_word_embeddings": False, "attention_bias": True, "hidden_activation": "silu", "rms_norm_eps": 1e-3,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 300.0},
@@ -323,7 +324,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "starcoder2": ("starcoder2", {"head_dim": 20}),
     "starcoder2_window_untied": ("starcoder2", {
-        "sliding_window": 7, "use_bias": False, "tie_word_embeddings": False, "norm_epsilon": 1e-2, "hidden_act": "relu2",
+        "sliding_window": 7, "use_bias": False, "tie_word_embeddings": False, "norm_epsilon": 1e-2,
+        "hidden_act": "relu2",
         "rope_parameters": YARN,
     }),
     "phi": ("phi", {"num_key_value_heads": 6}),
@@ -425,7 +427,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", {
         "num_hidden_layers": 3, "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
-        "num_nextn_predict_layers": 0, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1,
         "kv_lora_rank": 14, "q_lora_rank": 10, "qk_rope_head_dim": 8, "qk_nope_head_dim": 7, "v_head_dim": 12,
         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     }),

@@ -165,7 +165,8 @@ def without_last(tensor: torch.Tensor) -> torch.Tensor:
 # The end of a name, what replaces each of these tensors (None: nothing), and the error.
 MISFITS = {
     "mxfp4": [
-        ("_blocks", without_last, r"down_proj_blocks has the shape \[5, .*, 8\]; expected experts, rows, and groups of 16 bytes"),
+        ("_blocks", without_last,
+            r"down_proj_blocks has the shape \[5, .*, 8\]; expected experts, rows, and groups of 16 bytes"),
         ("_blocks", lambda pieces: pieces.flatten(2), "expected experts, rows, and groups"),
         ("_blocks", lambda pieces: pieces.to(torch.int16), "_blocks is I16 of the shape .*; expected U8"),
         ("_blocks", lambda pieces: pieces.float(), "_blocks is F32"),
@@ -178,11 +179,13 @@ MISFITS = {
         ("proj.weight", lambda pieces: pieces[None], r"is in float8 and has the shape \[1, .*; expected a matrix"),
         ("proj.weight", lambda pieces: pieces.flatten(), "expected a matrix"),
         ("proj.weight", lambda pieces: pieces[:0], "expected F8_E4M3 values"),
-        ("proj.weight", lambda pieces: pieces.to(torch.bfloat16), "scales of a weight that is stored as BF16; expected F8_E4M3"),
+        ("proj.weight", lambda pieces: pieces.to(torch.bfloat16),
+            "scales of a weight that is stored as BF16; expected F8_E4M3"),
         ("proj.weight", lambda pieces: None, "scales of a weight that is missing"),
         ("_scale_inv", lambda pieces: pieces[..., None], "scales of .* have the shape"),
         ("_scale_inv", without_last, "scales of .* have the shape"),
-        ("_scale_inv", lambda pieces: pieces.to(torch.float8_e8m0fnu), "_scale_inv is F8_E8M0 of the shape .*; expected F32 or"),
+        ("_scale_inv", lambda pieces: pieces.to(torch.float8_e8m0fnu),
+            "_scale_inv is F8_E8M0 of the shape .*; expected F32 or"),
         ("_scale_inv", lambda pieces: pieces.to(torch.uint8), "_scale_inv is U8"),
         ("_scale_inv", lambda pieces: pieces.to(torch.complex64), "_scale_inv is C64"),
     ],

@@ -1,5 +1,5 @@
-"""Stacks of weights in fewer bits: one expert at a time, and in a mixture's products. The values themselves are compared with
-bitsandbytes in tests/peft/test_nf4.py, and with transformers in test_dequantized.py."""
+"""Stacks of weights in fewer bits: one expert at a time, and in a mixture's products. The values themselves are
+compared with bitsandbytes in tests/peft/test_nf4.py, and with transformers in test_dequantized.py."""
 
 import copy
 

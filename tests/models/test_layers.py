@@ -110,7 +110,8 @@ OWN_BACKWARDS = [
 
 @pytest.mark.parametrize("function", OWN_BACKWARDS)
 def test_no_forward_returns_an_operations_argument(function: ast.ClassDef) -> None:
-    """Otherwise torch 2.11 compiles zero gradients: for `x.to(dtype)` of the same dtype, and for in-place operations."""
+    """Otherwise torch 2.11 compiles zero gradients: for `x.to(dtype)` of the same dtype, and for in-place
+    operations."""
     forward = next(node for node in function.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
     returned = [node.value for node in ast.walk(forward) if isinstance(node, ast.Return)]
     # The compiler sees the first branch of a choice by `is_compiling`.

@@ -102,7 +102,8 @@ def transposed_in_transformers(model: torch.nn.Module) -> set[str]:
 def assert_gradients_equal(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert own.keys() == expected.keys()
     for name, grad in own.items():
-        # Relative to the query's gradient too: a key's bias shifts all scores of a query, so its gradient is only rounding.
+        # Relative to the query's gradient too: a key's bias shifts all scores of a query, so its gradient is only
+        # rounding.
         largest = max(expected[name].norm(), expected.get(name.replace("k_proj", "q_proj"), expected[name]).norm())
         assert (grad - expected[name]).norm() <= 1e-3 * largest, name
 

@@ -1,4 +1,5 @@
-"""Documents that continue a prefix equal documents with a copy of the prefix, in values and gradients, for every family."""
+"""Documents that continue a prefix equal documents with a copy of the prefix, in values and gradients, for every
+family."""
 
 from itertools import pairwise
 

@@ -1,4 +1,5 @@
-"""A random tiny model of any multimodal type: transformers' default config, with small sizes wherever a field has a known name."""
+"""A random tiny model of any multimodal type: transformers' default config, with small sizes wherever a field has a
+known name."""
 
 from typing import Any
 

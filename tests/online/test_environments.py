@@ -543,7 +543,10 @@ def test_a_state_that_is_not_json_names_the_environment(folder: Path) -> None:
     text = STATEFUL.replace('{"seen": self.seen}', '{"seen": {1, 2}}').replace('self._called(f"', '(f"')
     for name, turns in (("Steps", ["a"]), ("Methods", [added(1, 2), "End."])):
         episodes = environment_of(folder, text, name)
-        message = f"{name} failed in state_dict at rows.jsonl, line 1: state_dict returned a value that JSON cannot hold: .*set"
+        message = (
+            f"{name} failed in state_dict at rows.jsonl, line 1: state_dict returned a value that JSON cannot hold: "
+            ".*set"
+        )
         with pytest.raises(TrainingFailed, match=message):
             play(episodes, [asked("Go", episodes, answer="5")], turns)
 

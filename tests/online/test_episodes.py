@@ -221,7 +221,7 @@ TEMPLATE = """{{ bos_token }}
 {%- for m in messages %}{{ '<|' ~ ('user' if m.role == 'tool' else m.role) ~ '|>' }}{{ m.content }}
 {%- for call in m.tool_calls or [] %}{{ '<tool_call>' ~ (call.function | tojson) ~ '</tool_call>' }}{% endfor %}
 {{- eos_token }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""  # noqa: E501
 TOOLS = '''
 import json, os, time
 
@@ -369,7 +369,8 @@ def test_an_episode_has_the_ids_of_its_whole_chat_and_trains_the_sampled_ones(fi
 def test_recorded_results_are_not_requested_again(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Also those of a turn whose other call has no result yet; a line that was cut, or is no line of ours, is left out."""
+    """Also those of a turn whose other call has no result yet; a line that was cut, or is no line of ours, is left
+    out."""
     log = files / "calls"
     monkeypatch.setenv("CALLS", str(log))
     turns = [called(a=2, b=3) + called(a=13, b=4), "Done."]
@@ -540,8 +541,8 @@ run_command_line()
 @pytest.mark.long
 @pytest.mark.parametrize("environment", ["", "environment=TMP/mine.py:Stateful"], ids=["tools", "and_an_environment"])
 def test_a_run_that_is_killed_during_calls_ends_as_the_undisturbed_one(files: Path, environment: str) -> None:
-    """SIGKILL at random moments. A call whose result was recorded is not made again, nor is a turn of an environment with
-    its state."""
+    """SIGKILL at random moments. A call whose result was recorded is not made again, nor is a turn of an environment
+    with its state."""
     (files / "driver.py").write_text(DRIVER)
     rows = [json.dumps({"prompt": [{"role": "user", "content": f"{n} + {n}"}], "answer": "7"}) for n in range(9)]
     (files / "rows.jsonl").write_text("\n".join(rows))
@@ -549,7 +550,7 @@ def test_a_run_that_is_killed_during_calls_ends_as_the_undisturbed_one(files: Pa
         data.chat_template={files}/template.jinja tools.functions=[{files}/mine.py:add] tools.calls=3
         rewards=[{"environment" if environment else "length"}] {environment.replace("TMP", str(files))}
         generation.num_answers=4 generation.max_new_tokens=48 generation.stop=[1,2,3,4,5,6,7,8,9] generation.temperature=1.5
-        batch_size=8 max_steps=4 save_every=2 optimizer.lr=1e-3 sample_every=1""".split()
+        batch_size=8 max_steps=4 save_every=2 optimizer.lr=1e-3 sample_every=1""".split()  # noqa: E501
 
     def calls(output: Path) -> Counter[str]:
         log = Path(f"{output}.calls")
@@ -616,7 +617,7 @@ def test_a_run_writes_to_its_folder_whatever_folder_its_code_changes_to(files: P
     text = """run grpo model.path=tiny device=cpu plan=false data.source=rows.jsonl data.chat_template=template.jinja
         environment=mine.py:Moves rewards=[environment,mine.py:even] tools.calls=2 generation.num_answers=2
         generation.max_new_tokens=48 generation.stop=[1,2,3,4,5,6,7,8,9] batch_size=2 epochs=2 save_every=1 sample_every=1
-        log.to=[csv] output_dir=runs/moved"""
+        log.to=[csv] output_dir=runs/moved"""  # noqa: E501
     variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     program = "from lean_ft.cli.main import run_command_line; run_command_line()"
     done = subprocess.run(
@@ -710,7 +711,7 @@ def test_a_run_outlives_tools_in_processes_of_their_own(files: Path) -> None:
     given = f"""run grpo model.path=tiny model.dtype=float32 device=cpu plan=false data.source={files}/rows.jsonl
         data.chat_template={files}/template.jinja rewards=[length] tools.functions=[{",".join(names)}] tools.calls=2
         tools.process=true tools.seconds=3 tools.result_characters=50 generation.num_answers=8 generation.max_new_tokens=48
-        generation.stop=[1,2,3,4,5,6,7,8,9] generation.temperature=1.5 batch_size=8 max_steps=2 output_dir={files}/run""".split()
+        generation.stop=[1,2,3,4,5,6,7,8,9] generation.temperature=1.5 batch_size=8 max_steps=2 output_dir={files}/run""".split()  # noqa: E501
     variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RUN_OF_TEST": str(files)}
     command = [sys.executable, str(files / "driver.py"), *given]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)

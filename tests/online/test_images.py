@@ -29,7 +29,8 @@ RUN = ("max_steps=2", "model.dtype=float32", "device=cpu", "plan=false", "save_e
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def given(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Settings of a model, and of two prompts with the same text and different images, one with two, and one with none."""
+    """Settings of a model, and of two prompts with the same text and different images, one with two, and one with
+    none."""
     top = tmp_path_factory.mktemp(request.param)
     model_folder(request.param, top / "model")
     rows = write_rows(request.param, top / "rows", [[0], [1], [2, 3], []])

@@ -49,8 +49,8 @@ def random_model(case: str, cfg: Any) -> Decoder:
 
 
 def rollouts_of(cfg: Any, kind: type = Rollouts, shortest: int = 0, num_choices: int = 0, **sharing: bool) -> Any:
-    """A sampled round whose second completion is truncated and whose last completion has no reward. With `num_choices`, its tokens
-    have recorded experts, which are equal in equal prompts."""
+    """A sampled round whose second completion is truncated and whose last completion has no reward. With `num_choices`,
+    its tokens have recorded experts, which are equal in equal prompts."""
     prompts = Prompts(
         [Prompt(ids, "", {}, "") for ids in PROMPTS], seed=0, report=DataReport("prompts"), fingerprint=""
     )
@@ -179,7 +179,8 @@ def test_a_model_whose_prompts_depend_on_the_completion_computes_each(
 
 
 def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained() -> None:
-    """A completion with given tokens in its middle, such as a tool's result, equals a plain loop over its sampled tokens."""
+    """A completion with given tokens in its middle, such as a tool's result, equals a plain loop over its sampled
+    tokens."""
     cfg = settings("batch_size=12", "gradient_accumulation_steps=1", "loss.mask_truncated=false")
     model = random_model("llama_biases", cfg)
     for share in (False, True):

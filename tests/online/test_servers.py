@@ -1,4 +1,5 @@
-"""Sampling by a server, with a small one that implements the routes of vLLM 0.32 and SGLang 0.5 on top of lean_ft's models."""
+"""Sampling by a server, with a small one that implements the routes of vLLM 0.32 and SGLang 0.5 on top of lean_ft's
+models."""
 
 import json
 import tempfile
@@ -50,7 +51,8 @@ ENGINES = pytest.mark.parametrize("engine", UPDATES)
 
 
 class Server(ThreadingHTTPServer):
-    """It has no weights until it gets their folder. A request's seed names the row and the position whose random draws it makes."""
+    """It has no weights until it gets their folder. A request's seed names the row and the position whose random draws
+    it makes."""
 
     request_queue_size = 128  # connections that wait
 
@@ -230,7 +232,8 @@ def test_episodes_are_those_of_the_model_itself(
     files: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Turns with calls, stop texts and limits. The first call ends when another completion has asked for its next turn."""
+    """Turns with calls, stop texts and limits. The first call ends when another completion has asked for its next
+    turn."""
     monkeypatch.setattr(ToolTurns, "read", read_as_calls)
     plain, went_on, waited = Player._call, threading.Event(), list[bool]()
 

@@ -1,4 +1,5 @@
-"""Stepping in backward equals the plain step bitwise, each parameter is updated once per step, and a resumed run is exact."""
+"""Stepping in backward equals the plain step bitwise, each parameter is updated once per step, and a resumed run is
+exact."""
 
 from collections import Counter
 from pathlib import Path
@@ -51,8 +52,8 @@ def test_in_backward_equals_the_plain_step_bitwise(settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_lr_ratios_are_parameter_groups(in_backward: bool) -> None:
-    """Patterns are ends of names of parameters and modules, and wildcards; several that match are multiplied. The weights
-    equal those of one optimizer per parameter bitwise, and torch's within float32's rounding."""
+    """Patterns are ends of names of parameters and modules, and wildcards; several that match are multiplied. The
+    weights equal those of one optimizer per parameter bitwise, and torch's within float32's rounding."""
     ratios = {"layers.0": 0.5, "*.bias": 0.25, "embed": 4.0}
     expected = {"layers.0.weight": 0.5, "layers.0.bias": 0.125, "embed.weight": 4.0}
     expected |= dict.fromkeys(("layers.1.bias", "layers.2.bias", "norm.bias"), 0.25)
@@ -92,7 +93,8 @@ def test_an_lr_ratio_that_matches_nothing_trained_is_refused_with_the_nearest() 
 
 @pytest.mark.parametrize("in_backward", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_learning_rate_zero_leaves_weights_bitwise(settings: dict[str, Any], in_backward: bool) -> None:
-    """Also with weight decay, which is multiplied by the learning rate, and stochastic rounding, which keeps exact values."""
+    """Also with weight decay, which is multiplied by the learning rate, and stochastic rounding, which keeps exact
+    values."""
     model = TinyModel()
     train(model, build(model, {**settings, "in_backward": in_backward}), make_batches(3), [0.0] * 3)
     assert same_weights(model, TinyModel())

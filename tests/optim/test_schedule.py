@@ -54,7 +54,8 @@ def test_equals_transformers(name: str, ratio: float, warmup: int) -> None:
     [({"decay": 15}, 15), ({}, 5), ({"decay": 0.25}, 13), ({"decay": 0}, 0), ({"decay": 90}, 43)],
 )
 def test_wsd_equals_transformers(shape: str, length: dict[str, Any], decay: int) -> None:
-    """A decay that is longer than the run begins after the warm-up. transformers returns the minimum after the last step."""
+    """A decay that is longer than the run begins after the warm-up. transformers returns the minimum after the last
+    step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     schedule = transformers.get_wsd_schedule(
         optimizer, 7, decay, num_training_steps=TOTAL, decay_type=shape, min_lr_ratio=0.1

@@ -108,7 +108,8 @@ def test_from_the_second_step_state_is_fetched_before_its_update_asks_for_it() -
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_8bit", "adamw_8bit_torchao", "adamw_4bit"])
 def test_of_a_large_parameter_no_more_than_a_few_parts_are_on_the_device(name: str) -> None:
-    """After one step has recorded the order, each part is prefetched, and copied back while the next ones are updated."""
+    """After one step has recorded the order, each part is prefetched, and copied back while the next ones are
+    updated."""
     momentum = {"momentum": 0.9} if name == "sgd" else {}
     model = torch.nn.Embedding(2**12, 64).bfloat16()
     link = LateLink(in_flight_bytes=2**15)

@@ -15,7 +15,8 @@ import torch
 from lean_ft.torch_private import fsdp_common
 
 TIMEOUT_SECONDS = 300
-# FSDP2 of torch 2.11 and 2.12 shards neither weights that are split between ranks nor 4-bit weights; parallelize refuses both.
+# FSDP2 of torch 2.11 and 2.12 shards neither weights that are split between ranks nor 4-bit weights; parallelize
+# refuses both.
 SHARDS_PARTS = hasattr(fsdp_common, "ShardPlacementResult")
 needs_parts = pytest.mark.skipif(
     not SHARDS_PARTS, reason=f"torch {torch.__version__} cannot shard split layers or 4-bit weights"

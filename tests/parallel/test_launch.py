@@ -24,7 +24,8 @@ LONG = ("data.source=tiny/train.jsonl", "optimizer.name=adamw_8bit", "optimizer.
 
 
 class Launched:
-    """A launched run and its processes by rank. Without `given`, the run chooses its folder below the current one, `cwd`."""
+    """A launched run and its processes by rank. Without `given`, the run chooses its folder below the current one,
+    `cwd`."""
 
     def __init__(self, folder: Path, *arguments: str, given: bool = True, cwd: Path | None = None) -> None:
         settings = [argument for argument in arguments if "=" in argument and argument[0] != "-"]  # the last one counts

@@ -93,7 +93,8 @@ def test_pairs_per_expert_equal_a_merge_by_hand(family, make_checkpoint, tmp_pat
 @pytest.mark.first(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_peft_computes_the_same(family, make_checkpoint, tmp_path):
-    """With the adapter as PEFT saved it under transformers 4, and layers beside the experts under names of that time."""
+    """With the adapter as PEFT saved it under transformers 4, and layers beside the experts under names of that
+    time."""
     folder, base = make_checkpoint(family)
     others = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     others += [f"model.layers.{i}.block_sparse_moe.gate" for i in range(2)] if family == "mixtral" else []
@@ -143,13 +144,17 @@ def wide(tensors):
 
 
 REFUSED = {
-    "a name": (rename("gate_proj", "wi_0"), {}, r"adapts model.layers.0.mlp.experts.0.wi_0, a layer of one expert with an unknown"
+    "a name": (rename("gate_proj", "wi_0"), {},
+        r"adapts model.layers.0.mlp.experts.0.wi_0, a layer of one expert with an unknown"
                r" name or number. Expected experts.\*.gate_proj, experts.\*.up_proj, experts.gate_up_projs.\*"),
     "a number": (rename(r"experts\.3", "experts.90"), {}, r"experts.90.down_proj, a layer of one .* \* from 0 to 5"),
     "DoRA": (dict, {"use_dora": True}, "is a DoRA adapter with magnitudes of single experts"),
-    "no B": (without("0.mlp.experts.1.up_proj.lora_B.weight"), {}, "lacks model.layers.0.mlp.experts.1.up_proj.lora_B.weight"),
-    "shape": (lambda tensors: {name: tensor[:, :5] for name, tensor in tensors.items()}, {}, "has shape .* the model needs"),
-    "twice": (with_stack, {}, "adapts both model.layers.0.mlp.experts and model.layers.0.mlp.experts.0.* the same experts"),
+    "no B": (without("0.mlp.experts.1.up_proj.lora_B.weight"), {},
+        "lacks model.layers.0.mlp.experts.1.up_proj.lora_B.weight"),
+    "shape": (lambda tensors: {name: tensor[:, :5] for name, tensor in tensors.items()}, {},
+        "has shape .* the model needs"),
+    "twice": (with_stack, {},
+        "adapts both model.layers.0.mlp.experts and model.layers.0.mlp.experts.0.* the same experts"),
     "rank": (wide, {}, "has a rank of 5000 for an expert of model.layers.0.mlp.experts.gate_up_proj; expected at most"),
 }  # fmt: skip
 

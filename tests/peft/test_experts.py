@@ -92,8 +92,10 @@ def test_peft_reads_the_adapter_of_a_router(family, settings, make_checkpoint, t
 
 A_PARAMETER = r"mlp\.gate.* is a parameter to PEFT.* only plain LoRA: lora\.dora is not"
 REFUSED = [
-    *(("qwen3_moe_some_layers", {"targets": [target], "dora": True}, A_PARAMETER) for target in ("mlp.gate", "gate_proj")),
-    *(("mixtral", {name: value}, "is a stack of experts") for name, value in (("dora", True), ("dropout", 0.1), ("init", "pissa"))),
+    *(("qwen3_moe_some_layers", {"targets": [target], "dora": True}, A_PARAMETER) for target in ("mlp.gate",
+        "gate_proj")),
+    *(("mixtral", {name: value}, "is a stack of experts") for name,
+        value in (("dora", True), ("dropout", 0.1), ("init", "pissa"))),
 ]  # fmt: skip
 
 
@@ -121,7 +123,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32
 
 
 def quantized_folder(make_checkpoint, case, method, destination):
-    """A copy of a case's folder with quantized weights, and transformers' model with the dequantized weights in float32."""
+    """A copy of a case's folder with quantized weights, and transformers' model with the dequantized weights in
+    float32."""
     folder, base = make_checkpoint(case, dtype=torch.bfloat16, **SIZES)
     shutil.copytree(folder, destination)
     if method == "mxfp4":
@@ -168,7 +171,8 @@ def test_quantized_weights_compute_what_dequantized_ones_do(
 
 @pytest.mark.long
 def test_gpt_oss_in_4_bits_trains_as_transformers_and_peft_do(make_checkpoint, tmp_path):
-    """With dequantized weights there: logits, and 20 steps. PEFT opens the trained adapter, and a merge computes the same."""
+    """With dequantized weights there: logits, and 20 steps. PEFT opens the trained adapter, and a merge computes the
+    same."""
     folder, base = quantized_folder(make_checkpoint, "gpt_oss", "mxfp4", tmp_path / "base")
     config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=ATTENTION, target_parameters=EXPERTS)
     reference = peft.get_peft_model(copy.deepcopy(base), config)

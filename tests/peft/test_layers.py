@@ -160,8 +160,8 @@ def test_checkpointing_changes_no_gradient(case, settings, checkpointing, keeps,
 def test_compiled_gradients_are_the_slope_of_the_loss(settings, checkpointing, backend, tiny_folder, monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kwargs: real(f, **{"backend": backend, **kwargs}))
-    # Two float32 losses of about 2 have errors up to 1e-6: over 2e-3 that is 5e-4 of the adapter's slope of 0.93. The slope
-    # along DoRA's magnitudes is 0.13, with less curvature. Adapters on only two projections keep curvature small.
+    # Two float32 losses of about 2 have errors up to 1e-6: over 2e-3 that is 5e-4 of the adapter's slope of 0.93. The
+    # slope along DoRA's magnitudes is 0.13, with less curvature. Adapters on only two projections keep curvature small.
     step_length = 1e-2 if settings.get("dora") else 1e-3
     cfg = LoRAConfig(rank=4, targets=["v_proj", "down_proj"], **settings)
     model = load_model(tiny_folder, quantize=quantize_as_loaded(cfg.quantize))

@@ -10,18 +10,27 @@ from lean_ft.peft import name_patterns
 from lean_ft.peft.name_patterns import NamePatterns
 
 NAMES = [
-    *(f"model.layers.{i}.{part}" for i in (0, 1, 7, 11) for part in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")),
-    *("model.layers.1.mlp.experts.1.gate_proj", "model.layers.1.mlp.experts.12.gate_proj", "model.layers.1xmlp", "lm_head"),
-    *("model.layers.1.mlp.experts.gate_up_proj", "model.language_model.layers.1.self_attn.q_proj", "transformer.h.1.attn.c_attn"),
+    *(f"model.layers.{i}.{part}" for i in (0, 1, 7, 11) for part in ("self_attn.q_proj", "mlp.up_proj",
+        "mlp.down_proj")),
+    *("model.layers.1.mlp.experts.1.gate_proj", "model.layers.1.mlp.experts.12.gate_proj", "model.layers.1xmlp",
+        "lm_head"),
+    *("model.layers.1.mlp.experts.gate_up_proj", "model.language_model.layers.1.self_attn.q_proj",
+        "transformer.h.1.attn.c_attn"),
 ]  # fmt: skip
 PATTERNS = [
     # A dot matches any character, and an escaped one a dot.
-    *("q_proj", "layers.1.mlp", r"layers\.1\.mlp", "layers.1.mlp.up_proj", "q.proj", ".up_proj", "_proj", "layers.11", ""),
-    *("^model.layers.1.self_attn.q_proj", r"^model\.layers\.1\.mlp\.up_proj$", "^self_attn.q_proj", "q_proj$", "^lm_head"),
-    *(r".*\.q_proj", r".*layers\.1\..*proj", r"layers\.\d\..*", r"layers\.\d+\.mlp.*", r"layers\.[01]\.mlp\.(up|down)_proj"),
-    *("(q_proj|up_proj)", "q_proj|lm_head", r"(?:.*)\.[^.]+", r"model\.(layers|language_model)\..*", r"experts\.\d{2}\.\w+"),
-    *(r"layers\.1{2}\..*", r"layers\.(1|11)\.mlp\.down_proj", ".*", ".+proj", "x?lm_head", r"[a-z_]+\.\d\.[\w.-]+", r"(a|)lm_head"),
-    *(r"experts\.\d{1,2}\.gate_proj", r"experts\.\d{2,}\.gate_proj", r"l.*?d", r"(model\.)?(layers\.)*1\.mlp\..*", r"q\_proj", "1.mlp$"),
+    *("q_proj", "layers.1.mlp", r"layers\.1\.mlp", "layers.1.mlp.up_proj", "q.proj", ".up_proj", "_proj", "layers.11",
+        ""),
+    *("^model.layers.1.self_attn.q_proj", r"^model\.layers\.1\.mlp\.up_proj$", "^self_attn.q_proj", "q_proj$",
+        "^lm_head"),
+    *(r".*\.q_proj", r".*layers\.1\..*proj", r"layers\.\d\..*", r"layers\.\d+\.mlp.*",
+        r"layers\.[01]\.mlp\.(up|down)_proj"),
+    *("(q_proj|up_proj)", "q_proj|lm_head", r"(?:.*)\.[^.]+", r"model\.(layers|language_model)\..*",
+        r"experts\.\d{2}\.\w+"),
+    *(r"layers\.1{2}\..*", r"layers\.(1|11)\.mlp\.down_proj", ".*", ".+proj", "x?lm_head", r"[a-z_]+\.\d\.[\w.-]+",
+        r"(a|)lm_head"),
+    *(r"experts\.\d{1,2}\.gate_proj", r"experts\.\d{2,}\.gate_proj", r"l.*?d", r"(model\.)?(layers\.)*1\.mlp\..*",
+        r"q\_proj", "1.mlp$"),
 ]  # fmt: skip
 
 
@@ -50,7 +59,8 @@ def test_the_first_of_several_patterns_counts_as_in_peft():
 
 
 @pytest.mark.parametrize("pattern", [
-    "(", ")", "a)", "*a", "a**", "a*+", "[", "[z-a]", "[^]", r"\b", r"(a)\1", "(?i)a", "(?=a)", "(?P<x>a)", "a{2", "a{3,2}", "a{3}{2}",
+    "(", ")", "a)", "*a", "a**", "a*+", "[", "[z-a]", "[^]", r"\b", r"(a)\1", "(?i)a", "(?=a)", "(?P<x>a)", "a{2",
+    "a{3,2}", "a{3}{2}",
     "^*", "\\", "(" * 11 + "a" + ")" * 11,
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused(pattern):

@@ -73,7 +73,8 @@ def test_a_run_that_surely_fits_is_not_rehearsed(recipe, configure, monkeypatch)
 @pytest.mark.parametrize("is_rehearsed", [False, True])
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_that_leaves_most_memory_free_names_a_faster_setting(recipe, configure, monkeypatch, is_rehearsed):
-    """The advice comes from the bound or from a rehearsal. There is none if nothing is recomputed, or little memory is left."""
+    """The advice comes from the bound or from a rehearsal. There is none if nothing is recomputed, or little memory is
+    left."""
     recomputing = configure("memory.activation_checkpointing=full", "batch_size=4")
     if is_rehearsed:
         monkeypatch.setattr(beforehand, "_room_bytes", lambda setting: upper_bound_bytes(recomputing) - 1)

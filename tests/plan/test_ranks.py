@@ -84,7 +84,8 @@ def planned(folder: Path, machines: Machines, *overrides: str, device: Any = CPU
 
 
 def traced(folder: Path) -> dict[str, int]:
-    """Peaks of real runs on one of their ranks, with batches as planned: all but the last position of a row have a target.
+    """Peaks of real runs on one of their ranks, with batches as planned: all but the last position of a row have a
+    target.
 
     Bytes are counted like those of a host pool or a GPU, without memory that a CPU's heap retains after loading.
     """

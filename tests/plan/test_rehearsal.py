@@ -125,8 +125,8 @@ def edited(folder: Path, *changes: tuple[str, str]) -> ModuleType:
 
 
 def test_an_edited_recipe_is_planned_as_it_was_edited_and_nothing_is_left(plan: Plan, settings, small_model, tmp_path):
-    """A recipe that keeps an 8 MiB tensor during the step takes 8 MiB more. No data and no run directory are needed, and
-    torch.compile is restored."""
+    """A recipe that keeps an 8 MiB tensor during the step takes 8 MiB more. No data and no run directory are needed,
+    and torch.compile is restored."""
     kept = "    kept = torch.ones(2**23, dtype=torch.uint8)\n"
     recipe = edited(tmp_path, ("    for step in run.steps():", kept))
     before = torch.compile, torch.Tensor.backward

@@ -134,7 +134,8 @@ def test_what_autograd_saves_counts_until_backward_frees_it(recompute: bool):
 
 
 def test_arithmetic_takes_its_time():
-    """A square matrix product is limited by arithmetic and a copy by memory bandwidth, at the shares of the device's rates."""
+    """A square matrix product is limited by arithmetic and a copy by memory bandwidth, at the shares of the device's
+    rates."""
     n = 8192
 
     def product(trace):
@@ -271,8 +272,8 @@ def test_what_the_compiler_tunes_with_is_reserved_and_no_part_of_the_peak():
 
 @pytest.mark.parametrize(("heads", "softcap", "expanded"), [(2, None, 0), (6, None, 2), (6, 30.0, None)])
 def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_head(heads, softcap, expanded):
-    """Two documents, each padded by up to 128 tokens, and heads of 40 features padded to 64. With a soft cap there is no flash
-    kernel, and the other kernel makes a number for each query and head."""
+    """Two documents, each padded by up to 128 tokens, and heads of 40 features padded to 64. With a soft cap there is
+    no flash kernel, and the other kernel makes a number for each query and head."""
 
     def work(trace):
         query, grad, out = (torch.empty(256, heads, 40, dtype=torch.bfloat16) for _ in range(3))
@@ -322,7 +323,8 @@ def test_devices_are_found_in_any_spelling():
 
 
 def test_launches_are_listed_under_the_module_that_makes_them(new_compiler):
-    """Forward and backward of two layers, eager and compiled: three products each. The kernels' sums are those of the step."""
+    """Forward and backward of two layers, eager and compiled: three products each. The kernels' sums are those of the
+    step."""
 
     def work(compiled):
         def run(trace):

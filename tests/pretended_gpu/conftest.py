@@ -1,4 +1,5 @@
-"""Tests in this folder run on the simulated GPU (`make test-pretended-gpu`), each on the cards that it names, and on a real GPU those
+"""Tests in this folder run on the simulated GPU (`make test-pretended-gpu`), each on the cards that it names, and on a
+real GPU those
 that compare values or count waits: they are not marked `simulated`."""
 
 from pathlib import Path

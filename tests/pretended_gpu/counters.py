@@ -21,7 +21,8 @@ NAMES = (
 
 
 def counters() -> dict[str, int]:
-    """Return all counts since the process began or `reset_counters`; `pinned_bytes` and `used_bytes` are current values."""
+    """Return all counts since the process began or `reset_counters`; `pinned_bytes` and `used_bytes` are current
+    values."""
     found = (ctypes.c_ulonglong * len(NAMES))()
     _library().pretended_counters(found)
     return dict(zip(NAMES, found, strict=True))

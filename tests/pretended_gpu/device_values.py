@@ -1,8 +1,10 @@
 """Correct values on the simulated GPU: the CPU computes the results of its empty kernels in the same memory.
 
-Each CUDA operation of PyTorch and bitsandbytes first runs its own host code (checks, allocations, launches). Then the CPU operation
-of the same name runs on the same memory, which is host memory on this GPU. Operations that the CPU lacks have a reference below. Not
-reproduced: the order of sums on a GPU, atomics, random numbers (seeded from the GPU's generator, drawn by the CPU's), Triton kernels.
+Each CUDA operation of PyTorch and bitsandbytes first runs its own host code (checks, allocations, launches). Then the
+CPU operation of the same name runs on the same memory, which is host memory on this GPU. Operations that the CPU lacks
+have a reference below. Not
+reproduced: the order of sums on a GPU, atomics, random numbers (seeded from the GPU's generator, drawn by the CPU's),
+Triton kernels.
 
 While a CUDA graph is captured, the CPU operations are kept and run when the graph is launched.
 """
@@ -26,8 +28,8 @@ from lean_ft.models.frozen_weight import _expand_stepwise
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.mix import activation, activation_gradient
 
-# Operations whose result shape depends on values, or whose host code reads values. Their host code does not run, because an empty
-# kernel has not written the values.
+# Operations whose result shape depends on values, or whose host code reads values. Their host code does not run,
+# because an empty kernel has not written the values.
 _VALUES_ALONE = {
     "_linalg_eigh", "_linalg_svd", "_unique", "_unique2", "bincount", "geqrf", "histc",
     "linalg_householder_product", "linalg_lu_factor_ex", "linalg_qr", "masked_select", "multinomial", "nonzero",
@@ -141,7 +143,8 @@ def drawn_as_on_a_cpu() -> Iterator[None]:
 
 
 def _compute(values: Callable[[], Any]) -> None:
-    """Compute a kernel's values now, or at each launch of the graph that is captured. Memory is kept by address, not by tensors."""
+    """Compute a kernel's values now, or at each launch of the graph that is captured. Memory is kept by address, not by
+    tensors."""
     if torch.cuda.is_current_stream_capturing():
         _in_graphs.append(values)
         ctypes.CDLL("libcuda.so.1").pretended_capture(_compute_in_graph, ctypes.c_ulonglong(len(_in_graphs) - 1))
@@ -201,8 +204,8 @@ def _expert_activation(host_code: Callable[..., None], results: Sequence[Tensor]
 
 
 def _with_reference(host_code: Callable[..., Any], values: Callable[..., Any], *args: Any) -> Any:
-    """Run the host code of a Triton kernel, then compute its results. `values` returns those of the host code, or the first arguments
-    if it writes in place."""
+    """Run the host code of a Triton kernel, then compute its results. `values` returns those of the host code, or the
+    first arguments if it writes in place."""
     result = host_code(*args)
     targets, cpu_args = _to_cpu(args if result is None else result), [_to_cpu(x) for x in args]
     targets = [targets] if isinstance(targets, Tensor) else targets
@@ -419,7 +422,8 @@ def _drawn(compute: Callable[..., Any], seed: int | None, args: Any, kwargs: dic
         torch.set_rng_state(state)
 
 
-# Operations that the CPU lacks. Attention over one sequence: queries (T, H, D), keys and values (S, K, D), in float32. -----
+# Operations that the CPU lacks. Attention over one sequence: queries (T, H, D), keys and values (S, K, D), in float32.
+# -----
 
 
 def _visible(num_queries: int, num_keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:

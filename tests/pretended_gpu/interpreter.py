@@ -1,5 +1,6 @@
-"""For processes that check values of Triton kernels: on a real GPU, tensors are on it; otherwise, with TRITON_INTERPRET=1, Triton's
-interpreter gets the arithmetic of PTX's mma and cvt.rn. Import this module before the kernels.
+"""For processes that check values of Triton kernels: on a real GPU, tensors are on it; otherwise, with
+TRITON_INTERPRET=1, Triton's interpreter gets the arithmetic of PTX's mma and cvt.rn. Import this module before the
+kernels.
 
 The interpreter multiplies bfloat16 bits as integers and truncates instead of rounding.
 """

@@ -1,8 +1,9 @@
 """Test the order of work on the simulated GPU's streams: run side streams as late as possible, and look for races.
 
-A program is correct if every order that its waits allow gives the same results. `late_streams` runs the worst order: work queued on a
-side stream runs only when something waits for it. `watched_for_races` finds accesses without an order: two accesses to the same
-memory from different streams, at least one of them a write, without a chain of waits between them.
+A program is correct if every order that its waits allow gives the same results. `late_streams` runs the worst order:
+work queued on a side stream runs only when something waits for it. `watched_for_races` finds accesses without an order:
+two accesses to the same memory from different streams, at least one of them a write, without a chain of waits between
+them.
 """
 
 import ctypes
@@ -49,7 +50,8 @@ def watched_for_races() -> Iterator[list[str]]:
 
 
 def host_uses(tensor: Tensor, *, writes: bool) -> None:
-    """Report that the host reads or writes memory that the GPU uses too. It is a race unless the host waited for the GPU."""
+    """Report that the host reads or writes memory that the GPU uses too. It is a race unless the host waited for the
+    GPU."""
     start, num_bytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
     ctypes.CDLL("libcuda.so.1").pretended_host_access(start, num_bytes, int(writes))
 
@@ -71,8 +73,8 @@ _ORDERING = (
 def without(missing: str | None, folder: Path) -> Iterator[list[str]]:
     """Yield the places in Python files of `folder` that order streams, and disable the place named `missing`.
 
-    A place is named by its callers and the function called, such as `HostLink.fetch > HostLink._wait: wait_event`. A disabled record
-    returns an event that nothing waits for.
+    A place is named by its callers and the function called, such as `HostLink.fetch > HostLink._wait: wait_event`. A
+    disabled record returns an event that nothing waits for.
     """
     places: list[str] = []
     inside = False

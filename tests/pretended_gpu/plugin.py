@@ -1,7 +1,7 @@
 """Pytest plugin: tests on the simulated GPU see correct values, which the CPU computes in the same memory.
 
-Triton kernels stay empty. torch.compile therefore traces and partitions as usual, then runs operation by operation. With
-PRETENDED_GPU_VALUES=0, kernels compute nothing and Inductor compiles: for tests that count launches or bytes.
+Triton kernels stay empty. torch.compile therefore traces and partitions as usual, then runs operation by operation.
+With PRETENDED_GPU_VALUES=0, kernels compute nothing and Inductor compiles: for tests that count launches or bytes.
 """
 
 import os

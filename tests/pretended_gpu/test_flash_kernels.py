@@ -56,7 +56,7 @@ for head_dim, num_kv_heads, rules in cases:
                 assert error(plain, exact[0]) < rounding and error(joined, lse.double()) < 1e-6
                 assert error(sink_gradients(grad, plain, joined, sinks), exact[4]) < rounding
 print("right")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.long
@@ -72,7 +72,8 @@ def test_the_kernels_values_in_tritons_interpreter() -> None:
 @pytest.mark.cards("A100", "H100")
 @pytest.mark.parametrize(
     ("scoring", "sinks_are", "most"),
-    [(Scoring(), "trained", 11), (Scoring(window=128), "trained", 11), (Scoring(), "frozen", 9), (Scoring(softcap=50.0), "none", 11)],
+    [(Scoring(), "trained", 11), (Scoring(window=128), "trained", 11), (Scoring(), "frozen", 9),
+        (Scoring(softcap=50.0), "none", 11)],
     ids=str,
 )  # fmt: skip
 def test_launches_of_a_checkpointed_layer_do_not_grow_with_the_tokens(

@@ -1,5 +1,5 @@
-"""The Triton kernels of mixtures (grouped products, and the activation of experts): values in Triton's interpreter, the arithmetic
-generated for each card, no waits, and a mixture's gradients against the CPU's."""
+"""The Triton kernels of mixtures (grouped products, and the activation of experts): values in Triton's interpreter, the
+arithmetic generated for each card, no waits, and a mixture's gradients against the CPU's."""
 
 import copy
 import re
@@ -101,7 +101,7 @@ for dtype, (count, width) in itertools.product((torch.float32, torch.bfloat16, t
     sum_rows(rows, places, found)
     torch.testing.assert_close(found, rows[places].float().sum(1).to(dtype))
 print("right")
-"""
+"""  # noqa: E501
 
 EXPANDED_VALUES = """
 import bitsandbytes
@@ -171,8 +171,8 @@ def test_on_blackwell_the_products_of_empty_groups_are_made_zero(monkeypatch: py
     assert product.sum((1, 2)).tolist() == [0.0, 512.0, 0.0]
 
 
-# Tensor core instructions per card: products of these dtypes, summed in float32. Float32 products, and all products before Ampere,
-# are plain multiplications.
+# Tensor core instructions per card: products of these dtypes, summed in float32. Float32 products, and all products
+# before Ampere, are plain multiplications.
 PRODUCTS = {
     (torch.bfloat16, 8): r"mma\.sync\S*\.f32\.bf16\.bf16\.f32",
     (torch.float16, 8): r"mma\.sync\S*\.f32\.f16\.f16\.f32",

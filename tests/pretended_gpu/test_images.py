@@ -1,4 +1,5 @@
-"""Models with images on simulated cards equal the CPU, no family's tower waits for the device, and a training step waits once."""
+"""Models with images on simulated cards equal the CPU, no family's tower waits for the device, and a training step
+waits once."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext

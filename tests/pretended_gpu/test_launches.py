@@ -26,7 +26,8 @@ def counted(count: str, work: Any) -> int:
 
 
 def test_a_gradient_takes_three_launches_besides_its_update() -> None:
-    """One for its norm, one to check that the norm is finite, and one to zero the gradient if it is not. A compiled layer's
+    """One for its norm, one to check that the norm is finite, and one to zero the gradient if it is not. A compiled
+    layer's
     gradients take seven together: three for their norms, one to collect these, and one for the highest."""
     model = nn.Linear(128, 128, bias=False).cuda().bfloat16()
     optimizer = build(model, {"name": "sgd", "in_backward": True})
@@ -89,11 +90,12 @@ logits, rows = (torch.empty(64, n, device="cuda", dtype=t) for n, t in ((4096, t
 describe_with_gradient(terms, compile=True)(logits, torch.zeros(64, dtype=torch.int64, device="cuda"), rows)
 print("not tuned", flush=True)
 os._exit(0)
-"""
+"""  # noqa: E501
 
 
 def test_kernels_that_overwrite_the_logits_are_not_tuned(tmp_path: Any) -> None:
-    """Tuning would copy the logits to the host and back for each run of a kernel: 884 GiB for a 3B model in one chunk."""
+    """Tuning would copy the logits to the host and back for each run of a kernel: 884 GiB for a 3B model in one
+    chunk."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", TUNED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -42,13 +42,14 @@ def steps(*arguments: str) -> dict:
     "arguments", [LEAN, ADAPTER, [*ADAPTER, "compile=true"]], ids=["full", "lora", "compiled lora"]
 )
 def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[str]) -> None:
-    """Allocated and reserved memory within 2 %, no update larger than the random bits of one slice, and few launches."""
+    """Allocated and reserved memory within 2 %, no update larger than the random bits of one slice, and few
+    launches."""
     own = [f"model.path={write_model_folder('smollm2_360m', tmp_path / 'model')}", f"output_dir={tmp_path / 'run'}"]
     own += ["batch_size=1", "data.packing=bfd", "data.max_length=2048"]
     real, planned = steps(*arguments, *own), steps(*arguments, *own, "--plan")
     assert planned["predicted_bytes"] == pytest.approx(real["allocated_bytes"], rel=0.02)
-    # Inductor's memory for tuning depends on which kernels it has tuned on this machine before. For an adapter of such a small model,
-    # it is up to 2 of the allocator's segments of 20 MiB more or less than planned.
+    # Inductor's memory for tuning depends on which kernels it has tuned on this machine before. For an adapter of such
+    # a small model, it is up to 2 of the allocator's segments of 20 MiB more or less than planned.
     segments = 0 if arguments in (LEAN, ADAPTER) else 2 * 20 * 2**20
     assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02, abs=segments)
     assert real["reserved_bytes"] >= real["allocated_bytes"]

@@ -155,8 +155,8 @@ def test_each_wait_and_each_record_is_noticed_when_it_is_missing(monkeypatch: py
             if not races and not differing(found, exact):
                 unnoticed.append((workload.__name__, missing))
     assert num_places >= 12
-    # A tensor shared by several layers lives until the step ends, after waits for later copies of its stream: only the last workload
-    # notices. Other waits protect the memory that is unpinned here; the next test covers `_unpin`.
+    # A tensor shared by several layers lives until the step ends, after waits for later copies of its stream: only the
+    # last workload notices. Other waits protect the memory that is unpinned here; the next test covers `_unpin`.
     unnoticed = [place for place in unnoticed if not place[1].endswith("_unpin: synchronize")]
     kept = ("everything", "HostLink.keep > HostLink._wait: wait_event")
     assert [place for place in unnoticed if place != kept] == []

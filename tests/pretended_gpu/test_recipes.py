@@ -15,7 +15,8 @@ NUM_STEPS, MANY_STEPS = 5, 20  # the many for packed rows in each type
 FULL, LORA = ("full_finetune_single_device", "tiny/full"), ("lora_finetune_single_device", "tiny/lora")
 PACKED = "data.packing=bfd data.max_length=256"
 IN_BACKWARD = f"{PACKED} clip_grad_norm=null optimizer.in_backward=true optimizer.name=adamw_8bit"
-# Tolerances of losses and gradient norms: the order of sums in float32, rounding (which changes later weights) in other dtypes.
+# Tolerances of losses and gradient norms: the order of sums in float32, rounding (which changes later weights) in other
+# dtypes.
 TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1e-3, 1e-2), "bfloat16": (8e-3, 4e-2)}
 
 # (recipe and preset, type, settings of both devices, settings of the GPU alone)

@@ -1,4 +1,5 @@
-"""with_values.py -P -m MODULE ARGUMENTS: like python's `-P -m`, with kernels that compute values. For processes that tests start."""
+"""with_values.py -P -m MODULE ARGUMENTS: like python's `-P -m`, with kernels that compute values. For processes that
+tests start."""
 
 import runpy
 import sys

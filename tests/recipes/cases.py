@@ -14,7 +14,8 @@ from lean_ft.system import catalog
 Settings = tuple[str, ...]
 Row = dict[str, Any]
 
-# Short runs on the embedded model ---------------------------------------------------------------------------------------
+# Short runs on the embedded model
+# ---------------------------------------------------------------------------------------
 
 TINY = ("model.path=tiny", "model.dtype=float32", "device=cpu", "plan=false")
 CHATS = (*TINY, "data.source=tiny/validation.jsonl", "data.max_length=64", "optimizer.lr=1e-3", "batch_size=4")
@@ -44,7 +45,8 @@ SETTINGS: dict[str, Settings] = {
 }
 OWN_CACHE = ("dpo", "lora_dpo_single_device", "kto", "reward")  # the tests of these recipes count cache hits
 
-# What holds of a run: tests/recipes/test_runs.py ---------------------------------------------------------------------------
+# What holds of a run: tests/recipes/test_runs.py
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Equal:
 
 @dataclass(frozen=True)
 class Run:
-    """A short run with these settings beside `SETTINGS`, and what holds of it. `TMP` is a folder with the files of `prepare`."""
+    """A short run with these settings beside `SETTINGS`, and what holds of it. `TMP` is a folder with the files of
+    `prepare`."""
 
     settings: Settings
     stops: tuple[int, ...] = ()  # stopped after one of these steps and resumed, it has the same bits
@@ -203,7 +206,8 @@ RUNS: dict[str, list[Run]] = {
     ],
 }
 
-# Commands with the required settings alone: tests/recipes/test_first_commands.py -----------------------------------------------
+# Commands with the required settings alone: tests/recipes/test_first_commands.py
+# -----------------------------------------------
 
 
 def rows_of(file: str, count: int) -> list[Row]:
@@ -256,7 +260,8 @@ FORMATS: dict[str, dict[str, list[Row]]] = {  # rows for two steps in each forma
 }
 FORMATS |= {name: FORMATS[alias.file.stem] for name, alias in catalog.aliases().items()}
 
-# How a step's size is printed: tests/training/test_summary.py -----------------------------------------------------------------
+# How a step's size is printed: tests/training/test_summary.py
+# -----------------------------------------------------------------
 
 SIZES: list[tuple[str, Settings, str]] = [  # recipe, settings, size of a step
     ("finetune", ("batch_size=3", BFD), "3 packed rows per step"),
@@ -269,7 +274,8 @@ SIZES: list[tuple[str, Settings, str]] = [  # recipe, settings, size of a step
     ("online_dpo", (), "2 x 2 pairs per step"),
 ]
 
-# What a run learns on rows that it does not train on: tests/recipes/test_learning.py ------------------------------------------
+# What a run learns on rows that it does not train on: tests/recipes/test_learning.py
+# ------------------------------------------
 
 _HELD_OUT_PAIRS = ("data.source=tiny/pairs_train.jsonl", "data.validation_source=tiny/pairs_validation.jsonl")
 _ONLINE = ("rewards=[exact_answer]", "data.source=tiny/problems_train.jsonl", "optimizer.lr=3e-4")
@@ -302,8 +308,8 @@ LEARNED: dict[str, tuple[Settings, dict[str, tuple[int, float]]]] = {  # setting
     ),
 }
 
-# Settings that a recipe refuses once it has read its data, model and rewards: tests/recipes/test_refused_settings.py ------------
-# Those that conflict without them are in tests/settings/test_conflicts.py.
+# Settings that a recipe refuses once it has read its data, model and rewards: tests/recipes/test_refused_settings.py
+# ------------ Those that conflict without them are in tests/settings/test_conflicts.py.
 
 QAT = "quantize.train=int4"
 REFUSED: dict[str, dict[Settings, str]] = {

@@ -32,7 +32,8 @@ def recipe_module(name: str) -> ModuleType:
 
 
 def config_of(name: str, *settings: str, folder: Path | str = "unused") -> Any:
-    """Return the configuration of a recipe without a preset. `folder` is the output directory of a recipe that has one."""
+    """Return the configuration of a recipe without a preset. `folder` is the output directory of a recipe that has
+    one."""
     schema = recipe_module(name).Config
     own = [f"output_dir={folder}"] if "output_dir" in schema.model_fields else []
     return load_config(schema, None, [*settings, *own])
@@ -73,8 +74,8 @@ def own_settings() -> tuple[str, ...]:
 
 @pytest.fixture
 def train(tmp_path: Path, request: pytest.FixtureRequest, own_settings: tuple[str, ...]) -> Train:
-    """Run the module's recipe with the recipe's settings and more. TMP in a setting is the test's folder. Return the lines of
-    metrics.jsonl."""
+    """Run the module's recipe with the recipe's settings and more. TMP in a setting is the test's folder. Return the
+    lines of metrics.jsonl."""
 
     def run(*settings: str, output: str = "run", name: str = request.module.RECIPE) -> Lines:
         own = [f"data.cache_dir={tmp_path / 'cache'}"] if name in OWN_CACHE else []

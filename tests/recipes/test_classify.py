@@ -82,7 +82,7 @@ def test_four_steps_are_those_of_a_loop_by_hand(train: Train, several: str, is_m
         numbers = [i for batch in batches.take(given.gradient_accumulation_steps) for i in batch.documents.tolist()]
         terms = []
         for row in (rows[i] for i in numbers):
-            label = torch.tensor(names.index(row["label"])) if not is_multi else torch.tensor([[float(name in row["labels"]) for name in names]])  # fmt: skip
+            label = torch.tensor(names.index(row["label"])) if not is_multi else torch.tensor([[float(name in row["labels"]) for name in names]])  # fmt: skip  # noqa: E501
             ids = tokenizer.encode(row["text"], add_special_tokens=True)
             terms.append(model(torch.tensor([ids]), labels=label).loss)
         loss = torch.stack(terms).mean()

@@ -59,7 +59,8 @@ def numbers(lines: list[dict[str, Any]], *more: str) -> list[tuple]:
     return [tuple(line[name] for name in ("loss", "divergence", "tokens", "grad_norm", *more)) for line in lines]
 
 
-# Against a loop by hand -----------------------------------------------------------------------------------------------------
+# Against a loop by hand
+# -----------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -118,7 +119,8 @@ def test_four_steps_equal_a_loop_by_hand(train: Train, student: Path, settings: 
         assert line["loss"] == pytest.approx(0.8 * line["divergence"] + 0.2 * line["cross_entropy"], rel=1e-6)
 
 
-# What was kept of a teacher -------------------------------------------------------------------------------------------------
+# What was kept of a teacher
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -214,7 +216,8 @@ def test_a_student_that_is_the_padded_cached_teacher_has_a_loss_of_0(train: Trai
         assert line["grad_norm"] < 1e-5
 
 
-# The student's own answers --------------------------------------------------------------------------------------------------
+# The student's own answers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_on_policy_steps_train_on_the_students_completions(train: Train, student: Path) -> None:
@@ -244,7 +247,8 @@ def test_the_seed_draws_on_policy_steps_and_resuming_changes_nothing(train: Trai
     assert [line["target_tokens"] <= 4 * 3 for line in other] != sampled
 
 
-# Resuming, precision, planning ----------------------------------------------------------------------------------------------
+# Resuming, precision, planning
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

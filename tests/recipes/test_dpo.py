@@ -1,4 +1,5 @@
-"""The recipe on the embedded model equals an independent loop with any settings of memory and layout; its reference and its loss."""
+"""The recipe on the embedded model equals an independent loop with any settings of memory and layout; its reference and
+its loss."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""finetune: a few lines more than the smallest recipe, bitwise equal to it without an adapter, and adapters stored alone."""
+"""finetune: a few lines more than the smallest recipe, bitwise equal to it without an adapter, and adapters stored
+alone."""
 
 import difflib
 import json

@@ -80,7 +80,10 @@ def test_it_begins_with_ratios_of_exactly_1_and_no_divergence(
 
 
 def test_rewards_of_ones_own_are_added_up_by_their_weights(train: Train, tmp_path: Path) -> None:
-    both = "rewards=[{function: 'TMP/mine.py:right', weight: 2.0}, 'TMP/mine.py:short', {function: format, pattern: '\\d+\\.'}, length]"
+    both = (
+        "rewards=[{function: 'TMP/mine.py:right', weight: 2.0}, 'TMP/mine.py:short', {function: format, pattern: "
+        "'\\d+\\.'}, length]"
+    )
     train(both, "max_steps=1", "sample_every=1")
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 8
@@ -273,7 +276,8 @@ def test_a_step_that_trains_nothing_says_why(train: Train, tmp_path: Path, case:
 
 
 def test_functions_log_metrics_and_columns(train: Train, tmp_path: Path) -> None:
-    """The line has the mean of a step's values. A name that the line has already is kept apart. A resumed round keeps columns."""
+    """The line has the mean of a step's values. A name that the line has already is kept apart. A resumed round keeps
+    columns."""
     (tmp_path / "logs.py").write_text(
         "import torch\n"
         "def f(completions, log_metric, log_extra, trainer_state, **kwargs):\n"
@@ -349,7 +353,7 @@ judge = Judge()
 
 async def trainer_only(trainer_state, completions, **kwargs):
     return [trainer_state.global_step + 0.5] * len(completions)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.long
@@ -374,8 +378,10 @@ def test_functions_receive_what_trl_gives_them(train: Train, tmp_path: Path, for
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [{"function": f"{file}:{name}", "weight": weight} for name, weight in zip(names, weights, strict=True)]
     ours = train(
-        f"data.source={tmp_path}/rows.jsonl", "data.shuffle=false", f"rewards={json.dumps(given)}", "generation.num_answers=2",
-        "batch_size=4", "gradient_accumulation_steps=1", "max_steps=2", "epochs=2", "optimizer.lr=1e-30", "sample_every=1",
+        f"data.source={tmp_path}/rows.jsonl", "data.shuffle=false", f"rewards={json.dumps(given)}",
+        "generation.num_answers=2",
+        "batch_size=4", "gradient_accumulation_steps=1", "max_steps=2", "epochs=2", "optimizer.lr=1e-30",
+        "sample_every=1",
         "generation.temperature=1e-3", "data.max_prompt_length=64",
     )  # fmt: skip
     mine = received.copy()
@@ -383,7 +389,8 @@ def test_functions_receive_what_trl_gives_them(train: Train, tmp_path: Path, for
     folder = resolve_model_path("tiny")
     arguments = GRPOConfig(
         str(tmp_path / "trl"), per_device_train_batch_size=4, num_generations=2, max_completion_length=8, max_steps=2,
-        learning_rate=1e-30, temperature=1e-3, reward_weights=weights, shuffle_dataset=False, logging_steps=1, bf16=False,
+        learning_rate=1e-30, temperature=1e-3, reward_weights=weights, shuffle_dataset=False, logging_steps=1,
+        bf16=False,
         use_cpu=True, report_to=[],
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -481,8 +488,8 @@ def chars(completions, **_):
 def test_losses_of_calls_of_tools_equal_those_of_trls_trainer(
     name: str, settings: dict[str, Any], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sides sample the same turns. Each of them reads the calls, runs the tool and writes the results itself. The ratios of the
-    second step differ from 1."""
+    """Both sides sample the same turns. Each of them reads the calls, runs the tool and writes the results itself. The
+    ratios of the second step differ from 1."""
     import trl
     from datasets import Dataset
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -541,15 +548,20 @@ def test_losses_of_calls_of_tools_equal_those_of_trls_trainer(
     monkeypatch.setattr(decoding, "RowKey", Scripted)
     monkeypatch.setattr(decoding, "choose", choose)
     ours = train(
-        f"model.path={folder}", "data.source=TMP/rows.jsonl", "data.chat=true", "data.shuffle=false", "data.max_prompt_length=2048",
-        "rewards=[TMP/mine.py:chars]", "tools.functions=[TMP/mine.py:add]", "generation.num_answers=2", "generation.passes=2",
-        "generation.max_new_tokens=500", "batch_size=4", "gradient_accumulation_steps=1", "max_steps=2", f"loss.name={name}",
+        f"model.path={folder}", "data.source=TMP/rows.jsonl", "data.chat=true", "data.shuffle=false",
+        "data.max_prompt_length=2048",
+        "rewards=[TMP/mine.py:chars]", "tools.functions=[TMP/mine.py:add]", "generation.num_answers=2",
+        "generation.passes=2",
+        "generation.max_new_tokens=500", "batch_size=4", "gradient_accumulation_steps=1", "max_steps=2",
+        f"loss.name={name}",
         "optimizer.lr=1e-2",
     )  # fmt: skip
 
     arguments = trl.GRPOConfig(
-        str(tmp_path / "trl"), per_device_train_batch_size=4, num_generations=2, num_iterations=2, max_completion_length=500,
-        max_steps=2, learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=1e9, loss_type=name, shuffle_dataset=False,
+        str(tmp_path / "trl"), per_device_train_batch_size=4, num_generations=2, num_iterations=2,
+        max_completion_length=500,
+        max_steps=2, learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=1e9, loss_type=name,
+        shuffle_dataset=False,
         logging_steps=1, bf16=False, use_cpu=True, report_to=[], save_strategy="no", **settings,
     )  # fmt: skip
     tool, reward = (load_function(f"{tmp_path}/mine.py:{one}") for one in ("add", "chars"))

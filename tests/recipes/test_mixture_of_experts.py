@@ -1,4 +1,5 @@
-"""finetune on a mixture of experts: the router loss equals transformers', and no technique or resume changes a number."""
+"""finetune on a mixture of experts: the router loss equals transformers', and no technique or resume changes a
+number."""
 
 import json
 import shutil
@@ -104,8 +105,8 @@ ONLINE += ("generation.passes=2", "generation.max_new_tokens=16", "model.dtype=b
 
 @pytest.fixture
 def differences(folder, tmp_path, monkeypatch):
-    """Run a recipe; return the largest difference of log-probabilities in the first step from those of sampling, and from those
-    before the first update; and the metrics."""
+    """Run a recipe; return the largest difference of log-probabilities in the first step from those of sampling, and
+    from those before the first update; and the metrics."""
 
     def run(recipe, *settings, output):
         plain, sampled, old = TokenLogProbs.__call__, [], []
@@ -128,8 +129,8 @@ def differences(folder, tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_replayed_routers_choose_the_experts_of_sampling(differences, recipe):
-    """In bfloat16, single tokens and whole rows round differently, which changes the experts of some tokens. With grpo, the
-    completions of a prompt share it."""
+    """In bfloat16, single tokens and whole rows round differently, which changes the experts of some tokens. With grpo,
+    the completions of a prompt share it."""
     given = ("max_steps=1", "model.router_aux_loss_coef=0") if recipe == "grpo" else ("max_steps=1",)
     free, _, _ = differences(recipe, *given, output="free")
     replayed, since, (line,) = differences(recipe, *given, "generation.router_replay=true", output="replayed")

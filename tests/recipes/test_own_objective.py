@@ -1,4 +1,5 @@
-"""An objective of the user's own, in a copied recipe or a module beside it, and parameters that a checkpoint cannot hold."""
+"""An objective of the user's own, in a copied recipe or a module beside it, and parameters that a checkpoint cannot
+hold."""
 
 import json
 from collections.abc import Callable

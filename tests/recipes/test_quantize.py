@@ -47,7 +47,8 @@ def test_transformers_computes_the_same(kind: str, tmp_path: Path, capsys: pytes
     assert quantize(ours, kind) == 28
     with torch.inference_mode():
         expected, logits = ours(IDS), theirs(IDS).logits
-        # Activations are rounded to 1/127 of a token's maximum. Sums in another order can round to the neighboring step.
+        # Activations are rounded to 1/127 of a token's maximum. Sums in another order can round to the neighboring
+        # step.
         assert (logits - expected).norm() < (0.03 if "dynamic" in kind else 1e-5) * expected.norm()
         assert (expected - whole(IDS)).abs().max() > 0.01  # it is quantized
     assert type(theirs.model.layers[0].mlp.up_proj.weight) is type(ours.model.layers[0].mlp.up_proj.weight)

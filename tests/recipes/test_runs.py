@@ -1,7 +1,7 @@
 """What holds of short runs of every training recipe; tests/recipes/cases.py has the runs.
 
-A resumed run equals the uninterrupted run bitwise; settings of memory, layout, micro-batches and precision change no number; margins
-start at exactly 0."""
+A resumed run equals the uninterrupted run bitwise; settings of memory, layout, micro-batches and precision change no
+number; margins start at exactly 0."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -37,8 +37,8 @@ TRAIN = "model.path=tiny model.dtype=float32 batch_size=2 max_steps=2 device=cpu
 PAIRS = f"{TRAIN} data.source=IN/pairs.jsonl data.validation_source=IN/held_out_pairs.jsonl data.max_length=64"
 ROWS = "data.source=IN/rows.jsonl data.validation_source=IN/held_out.jsonl data.max_length=64"
 ONLINE = (
-    f"{TRAIN} data.source=IN/rows.jsonl data.validation_source=IN/held_out.jsonl data.chat=false rewards=[IN/rewards.py:score] "
-    "generation.max_new_tokens=6 generation.stop=[a,n] batch_size=4 optimizer.lr=1e-3"
+    f"{TRAIN} data.source=IN/rows.jsonl data.validation_source=IN/held_out.jsonl data.chat=false "
+    "rewards=[IN/rewards.py:score] generation.max_new_tokens=6 generation.stop=[a,n] batch_size=4 optimizer.lr=1e-3"
 )
 ASK = "model.path=tiny model.dtype=float32 device=cpu"
 BASE = {
@@ -64,7 +64,8 @@ BASE = {
 
 @dataclass(frozen=True)
 class Case:
-    """`value` replaces the setting's value in a run with `companions`. `plan` names cards to plan for instead of running."""
+    """`value` replaces the setting's value in a run with `companions`. `plan` names cards to plan for instead of
+    running."""
 
     value: str
     companions: str = ""

@@ -1,4 +1,5 @@
-"""Conversion of configurations of torchtune, axolotl and LLaMA-Factory: by the table, and with a remark on every other key."""
+"""Conversion of configurations of torchtune, axolotl and LLaMA-Factory: by the table, and with a remark on every other
+key."""
 
 import json
 import time
@@ -122,7 +123,7 @@ dtype: bf16
 metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: "${output_dir}/logs"}
 log_every_n_steps: 1
 profiler: {_component_: torchtune.training.setup_torch_profiler, enabled: False, output_dir: x, wait_steps: 5}
-"""
+"""  # noqa: E501
 LORA = """
 model:
   _component_: torchtune.models.llama3_2.lora_llama3_2_1b
@@ -202,13 +203,15 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
         "axolotl",
         "a: null",
         {},
-        "defaults of axolotl: max_grad_norm=1.0, excess_length_strategy=drop|loss_watchdog_threshold: not supported: max_bad|"
-        "not needed in lean_ft: eval_sample_packing, special_tokens.pad_token, attn_impl|type: alpaca (data.format=alpaca)",
+        "defaults of axolotl: max_grad_norm=1.0, excess_length_strategy=drop|loss_watchdog_threshold: not supported: "
+        "max_bad|not needed in lean_ft: eval_sample_packing, special_tokens.pad_token, attn_impl|type: alpaca "
+        "(data.format=alpaca)",
     ),
     (
         "axolotl",
-        "adapter: qlora\ndatasets: [{path: a/b, split: s, type: chat_template, field_messages: talk, train_on_eos: last}]\n"
-        "adam_beta2: 0.95\noptimizer: paged_adamw_32bit\nwandb_project: mine\nsequence_len: null\ndeepspeed: z.json",
+        "adapter: qlora\ndatasets: [{path: a/b, split: s, type: chat_template, field_messages: talk, train_on_eos: "
+        "last}]\nadam_beta2: 0.95\noptimizer: paged_adamw_32bit\nwandb_project: mine\nsequence_len: null\ndeepspeed: "
+        "z.json",
         {
             "lora.quantize": "nf4",
             "data.source": "a/b",
@@ -219,13 +222,14 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
             "log.project": "mine",
             "data.max_length": 512,
         },
-        "optimizer.state=streamed keeps|datasets: a/b: not converted: type: chat_template (data.format=messages), field_messages: "
-        "talk (data.columns.messages=talk), train_on_eos: last (not supported: |deepspeed: not supported",
+        "optimizer.state=streamed keeps|datasets: a/b: not converted: type: chat_template (data.format=messages), "
+        "field_messages: talk (data.columns.messages=talk), train_on_eos: last (not supported: |deepspeed: not "
+        "supported",
     ),
     (
         "axolotl",
-        "adapter: null\ndatasets: [{path: json, data_files: [a.jsonl, b.jsonl], name: en}]\ntest_datasets: [{path: held.jsonl}]\n"
-        "val_set_size: 0\nmy_key: {a: [1]}",
+        "adapter: null\ndatasets: [{path: json, data_files: [a.jsonl, b.jsonl], name: en}]\ntest_datasets: [{path: "
+        "held.jsonl}]\nval_set_size: 0\nmy_key: {a: [1]}",
         {
             "lora.dropout": None,
             "lora.targets": None,
@@ -332,13 +336,14 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
         "factory",
         "lora_rank: null\nlearning_rate: null",
         {"optimizer.lr": 5e-5},
-        "defaults of LLaMA-Factory: lora_rank=8, learning_rate=5.0e-05, max_grad_norm=1.0|template: not supported: the model's own|"
-        "trust_remote_code, dataset_dir, plot_loss|"
-        "a.json: not converted: formatting: sharegpt, columns.messages: talk",
+        "defaults of LLaMA-Factory: lora_rank=8, learning_rate=5.0e-05, max_grad_norm=1.0|template: not supported: "
+        "the model's own|trust_remote_code, dataset_dir, plot_loss|a.json: not converted: formatting: sharegpt, "
+        "columns.messages: talk",
     ),
     (
         "factory",
-        "finetuning_type: full\ndataset: alpaca, unknown\neval_dataset: chats\nmax_samples: null\nneat_packing: true\npacking: true",
+        "finetuning_type: full\ndataset: alpaca, unknown\neval_dataset: chats\nmax_samples: null\nneat_packing: "
+        "true\npacking: true",
         {
             "lora.rank": None,
             "lora.alpha": None,
@@ -398,8 +403,8 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ("torchtune", "model: {_component_: torchtune.models.llama3_2.qlora_llama3_2_1b}", {"lora.quantize": "nf4"}, ""),
     (
         "torchtune",
-        "optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 3e-4, weight_decay: 0.05}\nlr_scheduler: {_component_: "
-        "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 9}",
+        "optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 3e-4, weight_decay: 0.05}\nlr_scheduler: "
+        "{_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 9}",
         {
             "optimizer.name": None,
             "optimizer.lr": 3e-4,
@@ -423,7 +428,8 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
             "data.train_on": None,
             "data.packing": None,
         },
-        "ref_checkpointer.checkpoint_dir: not supported: the reference is the model|dataset.column_map.chosen: better has no equivalent",
+        "ref_checkpointer.checkpoint_dir: not supported: the reference is the model|dataset.column_map.chosen: better "
+        "has no equivalent",
     ),
     (
         "torchtune",
@@ -463,7 +469,8 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     (
         "torchtune",
-        "dataset:\n- {_component_: torchtune.datasets.instruct_dataset, source: a/b, split: 'train[:9%]'}\n- {source: c/d}",
+        "dataset:\n- {_component_: torchtune.datasets.instruct_dataset, source: a/b, split: 'train[:9%]'}\n- {source: "
+        "c/d}",
         {
             "data.source": [{"path": "a/b", "split": "train[:9%]"}, "c/d"],
             "data.format": None,
@@ -474,8 +481,8 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     (
         "torchtune",
-        "dataset: {_component_: torchtune.datasets.alpaca_dataset}\nseed: null\nmax_steps_per_epoch: 9\noutput_dir: ${nowhere}/x\n"
-        "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: b",
+        "dataset: {_component_: torchtune.datasets.alpaca_dataset}\nseed: null\nmax_steps_per_epoch: 9\noutput_dir: "
+        "${nowhere}/x\ncheckpointer: {checkpoint_dir: '${base}/m'}\nbase: b",
         {
             "data.source": "tatsu-lab/alpaca",
             "data.packing": None,
@@ -499,9 +506,9 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
             "data.packing": None,
             "batch_size": None,
         },
-        "optimizer._component_ is not converted|optimizer.etas: [0.5, 1.2] has|loss._component_: mine.Loss has no equivalent in|"
-        "metric_logger._component_: not supported|dataset._component_ is not converted|batch_size is not converted: batch_size: "
-        "expected whole|data.source is required",
+        "optimizer._component_ is not converted|optimizer.etas: [0.5, 1.2] has|loss._component_: mine.Loss has no "
+        "equivalent in|metric_logger._component_: not supported|dataset._component_ is not converted|batch_size is "
+        "not converted: batch_size: expected whole|data.source is required",
     ),
 ]
 
@@ -551,7 +558,8 @@ def test_a_key_that_is_not_known_is_told_in_every_group(tmp_path):
         ("model_name_or_path: x\ndataset: [1]", r"theirs.yaml: dataset is \[1\]; expected names separated by commas"),
         ("model_name_or_path: x\nfinetuning_type: oft", "theirs.yaml: finetuning_type: oft is not supported"),
         (
-            "optimizer: {}\ncheckpointer: {}\ndataset: {}\nmodel: {_component_: torchtune.models.x.llama3_2_vision_11b}",
+            "optimizer: {}\ncheckpointer: {}\ndataset: {}\nmodel: {_component_: "
+            "torchtune.models.x.llama3_2_vision_11b}",
             "model._component_: .* is not supported: lean_ft trains torchtune's language models only",
         ),
         ("model: {_component_: x}\ntasks: [truthfulqa_mc2]", "PPO of torchtune is not supported"),

@@ -1,9 +1,10 @@
-"""Every setting of every recipe has an effect: changing it changes a run or its plan, or raises the error that is listed.
+"""Every setting of every recipe has an effect: changing it changes a run or its plan, or raises the error that is
+listed.
 
-Each case runs a recipe twice on the embedded model and a few rows: unchanged, and with one setting changed. The two runs
-must differ in their metrics, the files of the run directory or the printed text. Copies of the settings do not count:
-config.yaml, log lines and recorded settings are excluded. For settings of GPUs, several devices and the compiler, the test
-compares the planner's trace of a step instead.
+Each case runs a recipe twice on the embedded model and a few rows: unchanged, and with one setting changed. The two
+runs must differ in their metrics, the files of the run directory or the printed text. Copies of the settings do not
+count: config.yaml, log lines and recorded settings are excluded. For settings of GPUs, several devices and the
+compiler, the test compares the planner's trace of a step instead.
 """
 
 import contextlib
@@ -173,7 +174,8 @@ def observed(recipe: str, settings: str, plan: str, counts: tuple[str, ...]) -> 
 
 
 def spies() -> dict[str, Any]:
-    """Return mocks for effects that outputs do not show: a service, workers, a full cache, a profiler, a process group."""
+    """Return mocks for effects that outputs do not show: a service, workers, a full cache, a profiler, a process
+    group."""
     workers = mock.patch("lean_ft.data.documents.map_in_processes", side_effect=lambda f, items, number: map(f, items))
     return {
         "wandb": mock.patch("wandb.init", return_value=mock.MagicMock(id="run")),

@@ -1,4 +1,5 @@
-"""`scripts/missing.py` names the places where something new is still missing, and no place of something that is complete."""
+"""`scripts/missing.py` names the places where something new is still missing, and no place of something that is
+complete."""
 
 import shutil
 

@@ -1,4 +1,5 @@
-"""Names and values of other tools: the file names settings that exist, it leaves no setting out, and messages use it."""
+"""Names and values of other tools: the file names settings that exist, it leaves no setting out, and messages use
+it."""
 
 import dataclasses
 import importlib.metadata
@@ -172,7 +173,7 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "report_to=none": "Did you mean 'log.to=[jsonl]'?",
         "attn_implementation=flash_attention_2": "Not needed: attention always runs in the fastest kernel",
         "use_flash_attention_2=true": "Not needed: attention",
-        "grad_accum=4": "Did you mean 'gradient_accumulation_steps'? lean_ft counts the micro-batches of all processes.",
+        "grad_accum=4": "Did you mean 'gradient_accumulation_steps'? lean_ft counts the micro-batches of all processes.",  # noqa: E501
         "adapter=qlora": "Did you mean 'lora.quantize=nf4'?",
         "adapter=lora": "Did you mean 'lora={}'?",
         "block_size=512": "Did you mean 'data.max_length'?",
@@ -180,7 +181,7 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "evals_per_epoch=4": "Did you mean 'eval_every=0.25'?",
         "ddp_timeout=3600": "Did you mean 'parallel.timeout_minutes=60'?",
         "optimizer=adamw_bnb_8bit": "Did you mean 'optimizer.name=adamw_8bit'?",
-        "quantization_bit=8": "Not supported: frozen weights are stored in 4 bits (lora.quantize=nf4) or in model.dtype.",
+        "quantization_bit=8": "Not supported: frozen weights are stored in 4 bits (lora.quantize=nf4) or in model.dtype.",  # noqa: E501
         "training.max_seq_length=1": "Did you mean 'data.max_length'?",
         "rl=dpo": "Use the recipe dpo.",
         "rl=ipo": "Use the recipe dpo with loss.name=ipo.",

@@ -31,7 +31,7 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize("number", [20, pytest.param(100, marks=pytest.mark.long)])
 def test_json_passes_unchanged_as_a_copy(number: int):
     @settings(max_examples=number)
-    @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters=map(chr, range(0xFDD0, 0xFDF0)))), lambda x: st.lists(x) | st.dictionaries(st.sampled_from("abc"), x)))  # fmt: skip
+    @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters=map(chr, range(0xFDD0, 0xFDF0)))), lambda x: st.lists(x) | st.dictionaries(st.sampled_from("abc"), x)))  # fmt: skip  # noqa: E501
     def check(value: Any):
         found = plain(value, "the row")
         assert found == value and json.dumps(found) == json.dumps(value)

@@ -51,7 +51,10 @@ def test_every_named_extra_exists() -> None:
 @pytest.mark.long
 def test_a_message_leaves_the_imports_of_other_packages_alone() -> None:
     """setuptools hides its distutils, which torch.compile needs, from a process that looks for pip's module."""
-    code = "from lean_ft.system.installation import install_command; install_command('plots'); import distutils.core as d; print(d.__file__)"
+    code = (
+        "from lean_ft.system.installation import install_command; install_command('plots'); import distutils.core as "
+        "d; print(d.__file__)"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     plain = [sys.executable, "-P", "-c", "import distutils.core as d; print(d.__file__)"]
     assert done.stdout == subprocess.run(plain, capture_output=True, text=True, check=True).stdout

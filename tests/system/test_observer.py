@@ -25,7 +25,8 @@ TECHNIQUES = {
 }
 ALLOWED = {
     "memory/streamed_experts.py: own.stacks",  # a technique, too
-    # The planner's, while it rehearses: which layers it compiles depends on how these functions are made, and with it planned peaks.
+    # The planner's, while it rehearses: which layers it compiles depends on how these functions are made, and with it
+    # planned peaks.
     "plan/trace.py: norm.forward",
     "plan/trace.py: norm.backward",
     # Attributes that are declared to hold a function.
@@ -38,7 +39,8 @@ ALLOWED = {
     "peft/lora.py: setattr(module, own)",
     "quantize/float8.py: setattr(owner, name)",
     "quantize/torchao_kinds.py: setattr(model.get_submodule(place), own)",
-    # Other values: fields of records, a number with the name of a function, a mark of the compiler, a recipe's settings.
+    # Other values: fields of records, a number with the name of a function, a mark of the compiler, a recipe's
+    # settings.
     "online/episodes.py: vars(episode).update",
     "plan/memory.py: known.num_bytes",
     "plan/fusion.py: vars(call)['_boxed_call']",

@@ -64,7 +64,8 @@ IN_URLS = [
     "https://h/x#access_token=SECRET&token_type=SECRET",
     "https://h/x?next=https%3A%2F%2Fk%2F%3Ftoken%3DSECRET%26b%3D2",
     "Max retries exceeded with url: /x?sig=SECRET (Caused by E('/x?sig=SECRET', \\\"?token=SECRET\\\"))",
-    "Authorization: Bearer SECRET-SECRET, {'authorization': 'Basic SECRETSECRET=='} {'x-api-key': 'SECRETSECRETSECRET'}",
+    "Authorization: Bearer SECRET-SECRET, {'authorization': 'Basic SECRETSECRET=='} {'x-api-key': "
+    "'SECRETSECRETSECRET'}",
 ]
 
 

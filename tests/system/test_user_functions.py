@@ -1,5 +1,5 @@
-"""User functions are loaded from files, again after an edit, and identified by the content of their file. Functions that are
-passed from Python become texts of the same form."""
+"""User functions are loaded from files, again after an edit, and identified by the content of their file. Functions
+that are passed from Python become texts of the same form."""
 
 import os
 import subprocess

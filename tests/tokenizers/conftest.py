@@ -78,7 +78,8 @@ def word_start_tokenizer(prepend_scheme: str) -> HFTokenizer:
 
 @cache
 def published_templates() -> dict[str, str]:
-    """Published chat templates by name, which TRL ships, some also with generation tags (`_training`). Empty without TRL."""
+    """Published chat templates by name, which TRL ships, some also with generation tags (`_training`). Empty without
+    TRL."""
     spec = importlib.util.find_spec("trl")
     folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else Path("none")
     return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jinja"))}
@@ -100,7 +101,8 @@ def published() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def with_template(byte_level: HFTokenizer, make_folder: Callable[..., Path]) -> Callable[..., Tokenizer]:
-    """Loads a tokenizer with a chat template: `with_template(template, control tokens)`. The first two are bos and eos."""
+    """Loads a tokenizer with a chat template: `with_template(template, control tokens)`. The first two are bos and
+    eos."""
 
     @cache
     def folder_of(control: tuple[str, ...]) -> Path:

@@ -1,4 +1,5 @@
-"""Word-by-word encoding of ASCII gives the library's ids and positions, and declines everything that it may do differently."""
+"""Word-by-word encoding of ASCII gives the library's ids and positions, and declines everything that it may do
+differently."""
 
 import json
 import re

@@ -200,7 +200,8 @@ class TestMask:
         [
             "[[{{ messages | map(attribute='content') | join }}]]",
             "{% for m in messages %}{% set last = messages[-1] %}[[{{ m.content }}]]{% endfor %}",
-            "{% for m in messages %}{% if m.role == 'assistant' %}[[{{ m.content }}]]{% else %}{{ m.content }}{% endif %}{% endfor %}|[[end]]",
+            "{% for m in messages %}{% if m.role == 'assistant' %}[[{{ m.content }}]]{% else %}{{ m.content }}{% "
+            "endif %}{% endfor %}|[[end]]",
         ],
     )
     def test_blocks_outside_the_loop_cannot_be_left_out(self, tokenizer_with, template: str):
@@ -270,12 +271,13 @@ class TestTypedControlTokens:
     @pytest.mark.parametrize(
         ("template", "said", "reason"),
         [
-            ("{% for m in messages %}{{ m.content.split('<|im_end|>') | join('+') }}{% endfor %}{% if false %}[[]]{% endif %}", "a<|im_end|>b", "does not write message 1|the chat template treats it as its own"),
+            ("{% for m in messages %}{{ m.content.split('<|im_end|>') | join('+') }}{% endfor %}{% if false %}[[]]{% endif %}", "a<|im_end|>b", "does not write message 1|the chat template treats it as its own"),  # noqa: E501
             (plain(CHATML), "a\ufdd2b", r"messages: `\[0\].content` contains one of the Unicode noncharacters U\+FDD0"),
             (None, "a", r"no chat template.*data.chat_template=FILE"),
             ([{"name": "rag", "template": "x"}], "a", "no chat template named `default`"),
             ("{% for %}", "a", "does not compile"),
-            ("{{ raise_exception('roles must alternate') }}", "a", "cannot render these messages: .*roles must alternate"),
+            ("{{ raise_exception('roles must alternate') }}", "a",
+                "cannot render these messages: .*roles must alternate"),
             ("{{ messages[9].content.strip() }}", "a", "cannot render these messages: .*(no element 9|undefined)"),
             ("{{ messages.append(1) }}", "a", "cannot render these messages: .*(unsafe|not safe)"),
             ("{{ ''.__class__.__mro__ }}", "a", "cannot render these messages: .*unsafe"),

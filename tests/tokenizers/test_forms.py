@@ -1,4 +1,5 @@
-"""Each text of a chat is found in the text that a chat template writes, or the chat is refused: over templates and chats."""
+"""Each text of a chat is found in the text that a chat template writes, or the chat is refused: over templates and
+chats."""
 
 import json
 import random
@@ -21,7 +22,10 @@ def random_template(draw: random.Random) -> str:
     other = draw.choice(["", "{{ raise_exception('no such role') }}"])
     arguments = draw.choice(["f.arguments | tojson", "f.arguments", "'' + f.arguments", "f.arguments.items() | list"])
     function = draw.choice(["call.function", "call.function if call.function else call", "call"])
-    calls = f"{{%- for call in m.tool_calls or [] %}}{{%- set f = {function} %}}{{{{ '(' + f.name + ' ' }}}}{{{{ {arguments} }}}}){{% endfor %}}"
+    calls = (
+        f"{{%- for call in m.tool_calls or [] %}}{{%- set f = {function} %}}{{{{ '(' + f.name + ' ' }}}}{{{{ "
+        f"{arguments} }}}}){{% endfor %}}"
+    )
     content = draw.choice(["m.content", "m.content | trim", "m.content.split('</think>')[-1]", "m.content or ''"])
     said = {
         "always": f"{{{{ {content} }}}}{calls}",
@@ -43,8 +47,8 @@ def random_template(draw: random.Random) -> str:
         ]
     )
     return (
-        f"{tools}{{% for m in messages %}}{{% if {known} %}}<|a|>{{{{ m.role }}}} {{{{ m.content }}}}<|b|>"
-        f"{{% elif m.role == 'assistant' %}}<|a|>assistant {thought}{said}<|b|>{{% else %}}{other}{{% endif %}}{{% endfor %}}"
+        f"{tools}{{% for m in messages %}}{{% if {known} %}}<|a|>{{{{ m.role }}}} {{{{ m.content }}}}<|b|>{{% elif "
+        f"m.role == 'assistant' %}}<|a|>assistant {thought}{said}<|b|>{{% else %}}{other}{{% endif %}}{{% endfor %}}"
         "{% if add_generation_prompt %}<|a|>assistant {% endif %}"
     )
 
@@ -194,7 +198,10 @@ def test_a_developer_message_is_written_as_a_system_message(tokenizer_of: Callab
     ],
 )
 def test_arguments_go_both_ways(tokenizer_of: Callable[[str], Tokenizer], arguments: str, expected: str, given: Any):
-    template = f"{{% for m in messages %}}{{{{ m.content or '' }}}}{{% for c in m.tool_calls or [] %}}{{% set f = c.function %}}{{{{ f.name }}}}{{{{ {arguments} }}}}{{% endfor %}}{{% endfor %}}"
+    template = (
+        f"{{% for m in messages %}}{{{{ m.content or '' }}}}{{% for c in m.tool_calls or [] %}}{{% set f = c.function "
+        f"%}}{{{{ f.name }}}}{{{{ {arguments} }}}}{{% endfor %}}{{% endfor %}}"
+    )
     call = {"type": "function", "function": {"name": "size", "arguments": given}}
     messages = [*chat("user"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert tokenizer_of(template).passage(messages, train_on="all").text.endswith(expected)

@@ -1,7 +1,8 @@
 """Published chat templates, each with a version with generation tags, as TRL ships them.
 
-The tagged version, read by transformers, defines the assistant's text. For the original, our masks must agree without tags.
-TRL tags a few more tokens (a line break after the end, a header before the turn), which do not matter for prompts and padding.
+The tagged version, read by transformers, defines the assistant's text. For the original, our masks must agree without
+tags. TRL tags a few more tokens (a line break after the end, a header before the turn), which do not matter for prompts
+and padding.
 """
 
 import re
@@ -134,7 +135,10 @@ def test_a_template_with_defaults_writes_what_it_writes_with_these_variables(tem
 # A tag in all spellings, where it removes spaces and line breaks before or after it.
 TAGS = [f"{{%{before}{space}{name}{space}{after}%}}" for before in ("", "-", "+") for after in ("", "-", "+")
         for space in (" ", "") for name in ("generation",)]  # fmt: skip
-QUOTED = "{{ '{% generation %}' }}{% set x = \"a'{% generation %}\" %}{{ x }}{% raw %}{% generation %}{% endraw %}{# {% generation %} #}"
+QUOTED = (
+    "{{ '{% generation %}' }}{% set x = \"a'{% generation %}\" %}{{ x }}{% raw %}{% generation %}{% endraw %}{# {% "
+    "generation %} #}"
+)
 
 
 def test_a_template_without_generation_tags_writes_the_same_text(templates: dict[str, str]):

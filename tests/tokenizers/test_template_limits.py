@@ -1,4 +1,5 @@
-"""Hostile templates neither run on, nor fill the memory, nor escape; ordinary templates give the same text as in Jinja."""
+"""Hostile templates neither run on, nor fill the memory, nor escape; ordinary templates give the same text as in
+Jinja."""
 
 import contextlib
 import resource
@@ -45,23 +46,20 @@ LONG_TEXTS = {
     "percent filter": "{{ '%1000000000d' | format(1) }}",
     "percent again and again": GROW + "'%s%s%s' % (ns.x, ns.x, ns.x)" + END,
     "macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}" + GROW + "m(ns.x)" + END,
-    "set block": "{% set ns = namespace(x='0123456789') %}{% for i in range(99) %}{% set b %}{{ ns.x }}{{ ns.x }}{% endset %}"
-    "{% set ns.x = b" + END,
+    "set block": "{% set ns = namespace(x='0123456789') %}{% for i in range(99) %}{% set b %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = b" + END,  # noqa: E501
     "output": "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
     "nested lists": NEST + "[ns.x, ns.x]" + END + "{{ ns.x }}",
     "nested tuples": NEST + "(ns.x, ns.x)" + END + "{{ {ns.x: 1} }}",
     "nested dicts": NEST + "{'a': ns.x, 'b': ns.x}" + END + "{{ ns.x | tojson }}",
     "nested namespaces": NEST + "namespace(a=ns.x, b=ns.x)" + END + "{{ ns.x }}",
-    "namespaces filled later": "{% set all = namespace() %}{% set ns = namespace(x=namespace(v=1)) %}{% for i in range(60) %}"
-    "{% set n = namespace() %}{% set n.a = ns.x %}{% set n.b = ns.x %}{% set ns.x = n" + END + "{{ ns.x }}",
+    "namespaces filled later": "{% set all = namespace() %}{% set ns = namespace(x=namespace(v=1)) %}{% for i in range(60) %}{% set n = namespace() %}{% set n.a = ns.x %}{% set n.b = ns.x %}{% set ns.x = n" + END + "{{ ns.x }}",  # noqa: E501
     "arguments of a macro": "{% set ns = namespace(x=(1, 2)) %}{% macro m() %}{% set ns.x = varargs %}{% endmacro %}"
     "{% for i in range(60) %}{{ m(ns.x, ns.x) }}{% endfor %}{{ ns.x }}",
-    "written lists that are kept": "{% set x = ['a'] * 20000 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endset %}",
-    "a dictionary's method of its type": "{% set d = {} %}{% for i in range(60) %}{{ dict.update(d, {i: d}) }}{% endfor %}{{ d }}",
+    "written lists that are kept": "{% set x = ['a'] * 20000 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endset %}",  # noqa: E501
+    "a dictionary's method of its type": "{% set d = {} %}{% for i in range(60) %}{{ dict.update(d, {i: d}) }}{% endfor %}{{ d }}",  # noqa: E501
     "join of a loop's turns": "{{ range(99999) | map('string') | join('a' * 30000) }}",
     "reversed": "{{ (range(9999) | map('string') | list | reverse) | join('a' * 300000) }}",
-    "pieces that are kept": "{% set ns = namespace(x='a b' * 99999) %}{% set all = namespace(a=[]) %}{% for i in range(9999) %}"
-    "{% set all.a = all.a + [ns.x.split('a')]" + END,
+    "pieces that are kept": "{% set ns = namespace(x='a b' * 99999) %}{% set all = namespace(a=[]) %}{% for i in range(9999) %}{% set all.a = all.a + [ns.x.split('a')]" + END,  # noqa: E501
     "strings of a filter that are kept": "{{ range(99999) | map('string') | map('center', 99999) | list | length }}",
     "lipsum": "{{ lipsum(n=1000000) }}",
     "expandtabs": "{{ '\t'.expandtabs(1000000000) }}",
@@ -72,7 +70,7 @@ LONG_TEXTS = {
 LONG_TIMES = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}"
     "{% endfor %}{% endfor %}",
-    "a loop that passes over all": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "a loop that passes over all": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",  # noqa: E501
     "a recursive loop": "{% for i in [1] recursive %}{{ loop(range(99999)) }}{% endfor %}",
     "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
     "{{ m(60) }}",
@@ -93,8 +91,8 @@ LONG_TIMES = {
     "a codec": "{{ ('\u00e9' * 3000000).encode('punycode') }}",
     "tags": "{{ (('<!--' * 300000) | safe).striptags() }}",
     "a power of a power": "{{ (2 ** 4000) ** 300000 }}",
-    "divisions": "{% set x = 2 ** 4000 %}{% for i in range(99999) %}{% for j in range(99999) %}{% set y = x // 3 %}{% endfor %}"
-    "{% endfor %}",
+    "divisions": "{% set x = 2 ** 4000 %}{% for i in range(99999) %}{% for j in range(99999) %}{% set y = x // 3 %}{% endfor %}{% "  # noqa: E501
+    "endfor %}",
     "strips": "{% set x = 'a' * 3000000 %}{{ x.strip('b' * 1000000 + 'a') }}",
     "maps of maps": "{{ range(99999) | map('string') | map('center', 900) | map('upper') | list | length }}",
 }
@@ -190,15 +188,19 @@ def test_limits_grow_with_the_messages(monkeypatch):
         ("{{ [1] + [2] }}{{ (1, 2)[::-1] }}{{ {'a': 1} | tojson }}", '[1, 2](2, 1){"a": 1}'),
         ("{{ {'a': [1]} | tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
         ("{{ [1, 2] | tojson(separators=(',', ':')) }}", "[1,2]"),
-        ("{{ 'a b' | replace(' ', '-') }}{{ 'aaa'.replace('a', 'b', 2) }}{{ 'aaa' | replace('a', 'b', 1) }}", "a-bbbabaa"),
-        ("{{ messages | map(attribute='role') | join(', ') }}{{ messages | join('|', attribute='role') }}", "user, assistantuser|assistant"),
-        ("{{ ', '.join(['a', 'b']) }}{{ '{}-{x:>3}'.format(1, x=2) }}{{ 'a' | center(3) }}{{ 'x'.ljust(3) }}!", "a, b1-  2 a x  !"),
+        ("{{ 'a b' | replace(' ', '-') }}{{ 'aaa'.replace('a', 'b', 2) }}{{ 'aaa' | replace('a', 'b', 1) }}",
+            "a-bbbabaa"),
+        ("{{ messages | map(attribute='role') | join(', ') }}{{ messages | join('|', attribute='role') }}",
+            "user, assistantuser|assistant"),
+        ("{{ ', '.join(['a', 'b']) }}{{ '{}-{x:>3}'.format(1, x=2) }}{{ 'a' | center(3) }}{{ 'x'.ljust(3) }}!",
+            "a, b1-  2 a x  !"),
         ("{{ 'a\nb' | indent(2, first=true) }}{{ undefined_name }}{{ [3, 1] | sum }}", "  a\n  b4"),
         ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a,b'.split(',')[1:] }}", "1['b']"),
-        ("{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{{ loop.last }}{{ loop.length }}{% else %}none{% endfor %}", "x1True1"),
+        ("{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{{ loop.last }}{{ loop.length }}{% else %}none{% endfor %}", "x1True1"),  # noqa: E501
         ("{% for n in [1, [2]] recursive %}{{ loop(n) if n is iterable else n }}{% endfor %}", "12"),
-        ("{% set a, b = 1, [2] %}{{ a in b or 2 in b }}{{ '<&>' }}{{ '<&>' | e }}{{ '<&>' | safe }}", "True<&>&lt;&amp;&gt;<&>"),
-        ("{% macro m(x) %}[{{ x }}{{ caller() if caller }}]{% endmacro %}{% call m(1) %}in{% endcall %}{{ m('y') }}", "[1in][y]"),
+        ("{% set a, b = 1, [2] %}{{ a in b or 2 in b }}{{ '<&>' }}{{ '<&>' | e }}{{ '<&>' | safe }}",
+            "True<&>&lt;&amp;&gt;<&>"),
+        ("{% macro m(x) %}[{{ x }}{{ caller() if caller }}]{% endmacro %}{% call m(1) %}in{% endcall %}{{ m('y') }}", "[1in][y]"),  # noqa: E501
         ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "A1B"),
     ],
 )  # fmt: skip

@@ -61,7 +61,8 @@ class Style:
             else ""
         )
         default = (
-            f"{{%- if messages[0].role != 'system' %}}{{{{- {text(HEADERS[self.header]['system'] + 'Be good.' + self.others_end)} }}}}{{% endif %}}"
+            f"{{%- if messages[0].role != 'system' %}}{{{{- "
+            f"{text(HEADERS[self.header]['system'] + 'Be good.' + self.others_end)} }}}}{{% endif %}}"
             if self.system == "default"
             else ""
         )
@@ -90,7 +91,7 @@ class Style:
 {{{{- {text(last_end)} if loop.last and not add_generation_prompt else {text(self.end + self.after_end)} }}}}
 {{%- endif %}}
 {{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- {text(self.prompt())} }}}}{{%- endif %}}"""
+{{%- if add_generation_prompt %}}{{{{- {text(self.prompt())} }}}}{{%- endif %}}"""  # noqa: E501
 
     def pieces(self, messages: list[dict[str, Any]], prompt: bool) -> list[tuple[str, bool]]:
         """Return the texts of a chat, and whether they are trained."""

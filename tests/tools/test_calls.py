@@ -11,8 +11,14 @@ STRING, NUMBER, OTHER = {"type": "string"}, {"type": "integer"}, {"type": ["stri
 TYPES = {"f": {"x": STRING, "n": NUMBER, "o": OTHER, "maybe": {"type": "string", "nullable": True}}}
 ARGUMENTS = '{"x": "a b", "n": 3}'
 CALL = Call("f", {"x": "a b", "n": 3})
-CODER = "<tool_call>\n<function=f>\n<parameter=x>\na b\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
-GLM = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>a b</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=x>\na "
+    "b\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>a "
+    "b</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
 V3 = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>"
 V31 = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
 HARMONY = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGUMENTS}"
@@ -37,19 +43,24 @@ READ: list[tuple[str, str, str, list[Call]]] = [
     ("GLM", GLM.replace("\n", ""), "", [CALL]),  # GLM-4.7
     ("GLM", "<tool_call>f\n</tool_call>", "", [Call("f", {})]),
     ("Mistral", f"[TOOL_CALLS] [{MISTRAL}, {MISTRAL}]", "", [CALL._replace(id="a1b2c3d4e")] * 2),
-    ("Mistral", f"A[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]f[CALL_ID]abc[ARGS]{ARGUMENTS}", "A", [CALL, CALL._replace(id="abc")]),
+    ("Mistral", f"A[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]f[CALL_ID]abc[ARGS]{ARGUMENTS}", "A",
+        [CALL, CALL._replace(id="abc")]),
     ("DeepSeek", f"A<｜tool▁calls▁begin｜>{V3}\n{V3}", "A<｜tool▁calls▁begin｜>\n", [CALL, CALL]),
     ("DeepSeek", V31 + V31, "", [CALL, CALL]),
     ("gpt-oss", HARMONY, "", [CALL]),
     ("gpt-oss", f" to=functions.f<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", "", [CALL]),
-    ("gpt-oss", f"<|channel|>analysis<|message|>to=functions.f?<|end|><|start|>assistant{HARMONY}", "to=functions.f?", [CALL]),
+    ("gpt-oss", f"<|channel|>analysis<|message|>to=functions.f?<|end|><|start|>assistant{HARMONY}", "to=functions.f?",
+        [CALL]),
     ("gpt-oss", "<|channel|>final<|message|>Done.", "Done.", []),
     ("FunctionGemma", "<start_function_call>call:f{x:<escape>a b<escape>,n:3}<end_function_call>", "", [CALL]),
     ("Gemma 4", '<|tool_call>call:f{x:<|"|>a b<|"|>,n:3}<tool_call|>', "", [CALL]),
-    ("Gemma 4", '<|channel>thought\nhm<channel|><|tool_call>call:f{n:3,x:<|"|>a b<|"|>}<tool_call|>', "<|channel>thought\nhm<channel|>", [CALL]),
-    ("Gemma 4", '<|tool_call>call:f{x:{a:[<|"|>{b:None, c:<|"|>,None,{d:true}]}}<tool_call|>', "", [Call("f", {"x": {"a": ["{b:None, c:", None, {"d": True}]}})]),
+    ("Gemma 4", '<|channel>thought\nhm<channel|><|tool_call>call:f{n:3,x:<|"|>a b<|"|>}<tool_call|>',
+        "<|channel>thought\nhm<channel|>", [CALL]),
+    ("Gemma 4", '<|tool_call>call:f{x:{a:[<|"|>{b:None, c:<|"|>,None,{d:true}]}}<tool_call|>', "",
+        [Call("f", {"x": {"a": ["{b:None, c:", None, {"d": True}]}})]),
     ("LFM2", "A<|tool_call_start|>[f(x='a b', n=3), f(x=\"a b\", n=3)]<|tool_call_end|>", "A", [CALL, CALL]),
-    ("LFM2", "<|tool_call_start|>[f(x=[{'a': None}, {\"b\": null}, true, -1])]<|tool_call_end|>", "", [Call("f", {"x": [{"a": None}, {"b": None}, True, -1]})]),
+    ("LFM2", "<|tool_call_start|>[f(x=[{'a': None}, {\"b\": null}, true, -1])]<|tool_call_end|>", "",
+        [Call("f", {"x": [{"a": None}, {"b": None}, True, -1]})]),
     ("Llama 3", LLAMA, "", [CALL]),
     ("Llama 3", f"<|python_tag|>{LLAMA}", "", [CALL]),
     ("Llama 3", f"{LLAMA}; {LLAMA}\n{LLAMA}", "", [CALL, CALL, CALL]),
@@ -103,9 +114,12 @@ def test_plain_values_have_the_type_of_the_schema(form: str, parameter: str, tex
 
 MALFORMED = [
     *[("Hermes", f"<tool_call>{body}</tool_call>") for body in (
-        "", "{", "[1]", "1", '{"name": "f"}', '{"name": 1, "arguments": {}}', '{"name": "f", "arguments": []}', "[" * 100_000,
-        '{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": 1e999}}', '{"name": "f", "arguments": {"x": "\\ud800"}}',
-        '{"name": "f", "arguments": {"\\ud800": 1}}', '{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": {"x": "\\ufdd0"}}',
+        "", "{", "[1]", "1", '{"name": "f"}', '{"name": 1, "arguments": {}}', '{"name": "f", "arguments": []}',
+        "[" * 100_000,
+        '{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": 1e999}}',
+        '{"name": "f", "arguments": {"x": "\\ud800"}}',
+        '{"name": "f", "arguments": {"\\ud800": 1}}', '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "f", "arguments": {"x": "\\ufdd0"}}',
         f'{{"name": "f", "arguments": {{"n": {"9" * 5000}}}}}', f"{HERMES[11:-12]} and more",
     )],
     ("Qwen3-Coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
@@ -140,7 +154,8 @@ def test_the_text_of_a_malformed_call_stays_beside_a_call() -> None:
     content, calls = read_turn(form_of("Hermes"), f"<think>Hm</think>A {broken} B {HERMES} C", TYPES)
     assert content == f"<think>Hm</think>A {broken} B  C"
     assert [(call.name, bool(call.error)) for call in calls] == [("", True), ("f", False)]
-    assert read_turn(form_of("LFM2"), "<|tool_call_start|>[]<|tool_call_end|>", TYPES) == ("<|tool_call_start|>[]<|tool_call_end|>", [])  # fmt: skip
+    assert read_turn(form_of("LFM2"), "<|tool_call_start|>[]<|tool_call_end|>",
+        TYPES) == ("<|tool_call_start|>[]<|tool_call_end|>", [])  # fmt: skip
 
 
 def test_random_changes_of_calls_raise_nothing() -> None:

@@ -115,7 +115,7 @@ RESULTS = {
     "nan": "NaN",
     "image": "error: the tool {} returned a PIL.Image.Image, which is neither text nor JSON",
     "generator": "error: the tool {} returned a generator, which is neither text nor JSON",
-    "objects": "error: the tool {} returned a list with a user_functions.my_tools.Silent, which is neither text nor JSON",
+    "objects": "error: the tool {} returned a list with a user_functions.my_tools.Silent, which is neither text nor JSON",  # noqa: E501
     "found": '[{"place": "é", "when": "2025-01-02"}]',
     "array": '{"x": [0, 1, 2], "y": "Infinity"}',
     "names": '{"1.5": 1, "null": 2, "true": 3}',

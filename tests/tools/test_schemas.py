@@ -29,10 +29,14 @@ class Own:
 
 
 # fmt: off
-HINTS = [int, float, str, bool, list, tuple, dict, Any, None, Color, Literal["a", "b"], Literal[1, "a", None], list[int]]
-HINTS += [list[list[str]], tuple[int, str], dict[str, int], dict, int | None, Optional[str], Union[int, str], int | str | None]  # noqa: UP007, UP045
-HINTS += [list[int] | None, list[int] | str, list | tuple, dict[str, list[int]], Literal["a"] | None, Color | int, float | int]
-REFUSED = [Own, Empty, Pair, tuple[int], tuple[int, ...], set, set[int], bytes, Callable, Literal[b"a"], list[Own], Own | None]
+HINTS = [int, float, str, bool, list, tuple, dict, Any, None, Color, Literal["a", "b"], Literal[1, "a", None],
+    list[int]]
+HINTS += [list[list[str]], tuple[int, str], dict[str, int], dict, int | None, int | str | None]
+HINTS += [Optional[str], Union[int, str]]  # noqa: UP007, UP045
+HINTS += [list[int] | None, list[int] | str, list | tuple, dict[str, list[int]], Literal["a"] | None, Color | int,
+    float | int]
+REFUSED = [Own, Empty, Pair, tuple[int], tuple[int, ...], set, set[int], bytes, Callable, Literal[b"a"], list[Own],
+    Own | None]
 # fmt: on
 
 
@@ -76,9 +80,9 @@ def of_docstring(text: str | None) -> Callable[..., Any]:
 
 DOCSTRINGS = [
     "Search.\n\n    Args:\n        query: Words.\n        most: Number.\n    ",
-    "Search.\n    More of it.\n\n    And more.\n\n    Args:\n        query: Words\n            in two lines.\n\n        most: Number: 3.\n\n    Returns:\n        Text\n",
+    "Search.\n    More of it.\n\n    And more.\n\n    Args:\n        query: Words\n            in two lines.\n\n        most: Number: 3.\n\n    Returns:\n        Text\n",  # noqa: E501
     "Args:\n    query: a\n    most: b",
-    "\n    Search.\n\n    Args:\n        query: Words (choices: [\"a\", \" b \"])\n        most: Number (Choices: [1, 2])\n    Raises:\n        ValueError: never",
+    "\n    Search.\n\n    Args:\n        query: Words (choices: [\"a\", \" b \"])\n        most: Number (Choices: [1, 2])\n    Raises:\n        ValueError: never",  # noqa: E501
     "Search.\n\nArgs:\n    query: a\n      sub: not a parameter\n    most: b\n    third: unknown\n",
     "Search.\n    Args:\n    query: a\n    most: b\n    Returns:\n    c",
 ]  # fmt: skip

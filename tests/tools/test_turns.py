@@ -17,33 +17,11 @@ from tests.tokenizers.conftest import byte_level_tokenizer, published_templates,
 
 # Small templates in the published form of families that TRL ships none of.
 SMALL = {
-    "mistral_v3": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{% if loop.index0 == 0 and tools %}[AVAILABLE_TOOLS]"
-    "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS][{% for c in "
-    "m.tool_calls %}{{ {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson }}{% if not loop.last %}, "
-    "{% endif %}{% endfor %}]{{ eos_token }}{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% else %}[TOOL_RESULTS]"
-    "{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]{% endif %}{% endfor %}",
-    "mistral_v13": "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages "
-    "%}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}{% for c in m.tool_calls "
-    "or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% else "
-    "%}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}",
-    "deepseek_v3": "{{ bos_token }}{{ (tools or '') | string }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
-    "{% elif m.tool_calls %}<｜Assistant｜><｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.type + "
-    "'<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' }}<｜tool▁call▁end｜>{% endfor %}"
-    "<｜tool▁calls▁end｜>{{ eos_token }}{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}{{ eos_token }}{% else "
-    "%}<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<｜Assistant｜>{% endif %}",
-    "functiongemma": "{{ bos_token }}{% for t in tools or [] %}<start_function_declaration>{{ t.function.name }}"
-    "<end_function_declaration>{% endfor %}{% for m in messages %}{% if m.role == 'user' %}<start_of_turn>user\n{{ m.content }}"
-    "<end_of_turn>\n{% elif m.role == 'assistant' %}<start_of_turn>model\n{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "<start_function_call>call:{{ c.function.name }}{ {%- for k, v in c.function.arguments | dictsort %}{{ ',' if not loop.first }}"
-    "{{ k }}:{% if v is string %}<escape>{{ v }}<escape>{% else %}{{ v | tojson }}{% endif %}{% endfor -%} }<end_function_call>"
-    "{% endfor %}{% if m.tool_calls %}<start_function_response>{% else %}<end_of_turn>\n{% endif %}{% else %}response:{{ m.name }}"
-    "{value:<escape>{{ m.content }}<escape>}<end_function_response>{% endif %}{% endfor %}",
-    "llama4_pythonic": "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|header_start|>"
-    "{{ m.role }}<|header_end|>\n\n{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}({% for k, v in "
-    "c.function.arguments.items() %}{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, "
-    "{% endif %}{% endfor %}]{% else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}{% if add_generation_prompt %}<|header_start|>"
-    "assistant<|header_end|>\n\n{% endif %}",
+    "mistral_v3": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{% if loop.index0 == 0 and tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}{{ {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% else %}[TOOL_RESULTS]{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]{% endif %}{% endfor %}",  # noqa: E501
+    "mistral_v13": "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% else %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}",  # noqa: E501
+    "deepseek_v3": "{{ bos_token }}{{ (tools or '') | string }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% elif m.tool_calls %}<｜Assistant｜><｜tool▁calls▁begin｜>{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>{{ eos_token }}{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}{{ eos_token }}{% else %}<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}",  # noqa: E501
+    "functiongemma": "{{ bos_token }}{% for t in tools or [] %}<start_function_declaration>{{ t.function.name }}<end_function_declaration>{% endfor %}{% for m in messages %}{% if m.role == 'user' %}<start_of_turn>user\n{{ m.content }}<end_of_turn>\n{% elif m.role == 'assistant' %}<start_of_turn>model\n{{ m.content }}{% for c in m.tool_calls or [] %}<start_function_call>call:{{ c.function.name }}{ {%- for k, v in c.function.arguments | dictsort %}{{ ',' if not loop.first }}{{ k }}:{% if v is string %}<escape>{{ v }}<escape>{% else %}{{ v | tojson }}{% endif %}{% endfor -%} }<end_function_call>{% endfor %}{% if m.tool_calls %}<start_function_response>{% else %}<end_of_turn>\n{% endif %}{% else %}response:{{ m.name }}{value:<escape>{{ m.content }}<escape>}<end_function_response>{% endif %}{% endfor %}",  # noqa: E501
+    "llama4_pythonic": "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|header_start|>{{ m.role }}<|header_end|>\n\n{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]{% else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}{% if add_generation_prompt %}<|header_start|>assistant<|header_end|>\n\n{% endif %}",  # noqa: E501
 }  # fmt: skip
 MORE = [
     "[TOOL_CALLS]",
@@ -59,8 +37,8 @@ MORE = [
 MORE += ['<|"|>', "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>"]
 MORE += [f"<{end}_function_{kind}>" for end in ("start", "end") for kind in ("call", "response", "declaration")]
 WITHOUT = {
-    "writes no tools": "cohere cohere2 deepseek_r1_distill deepseekv3 gemma gemma3 idefics3 llama3 llava_next phi3 phi3_5 "
-    "qwen2_5_vl smolvlm",
+    "writes no tools": "cohere cohere2 deepseek_r1_distill deepseekv3 gemma gemma3 idefics3 llama3 llava_next phi3 phi3_5 qwen2_5_vl "  # noqa: E501
+    "smolvlm",
     "writes no tool calls": "lfm2",
     "writes tool calls in an unknown form": "muse_glimmer",
 }
@@ -192,7 +170,8 @@ def test_a_reply_has_the_tokens_of_the_whole_chat(
 
 
 def test_a_turn_that_the_template_ends_with_another_token(tokenizer_of: Callable[..., Tokenizer]) -> None:
-    """The sampled token stays, and the template's own follows. gpt-oss has one of its own for an answer in the history."""
+    """The sampled token stays, and the template's own follows. gpt-oss has one of its own for an answer in the
+    history."""
     tokenizer = tokenizer_of("qwen2_5")
     turns, calls, results = turns_of(tokenizer), *ROUNDS[0]
     end, other = (tokenizer.token_id(one) for one in ("<|im_end|>", "<eos>"))

@@ -28,7 +28,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_operations_are_those_of_the_profiled_steps(profiled: Path) -> None:
-    """Each of 4 layers has 7 projections and the model an output layer, with one product in forward and two in backward."""
+    """Each of 4 layers has 7 projections and the model an output layer, with one product in forward and two in
+    backward."""
     table = (profiled / "profile" / "operations.txt").read_text()
     calls = re.search(r" aten::mm .* (\d+)  *$", table, re.MULTILINE)
     assert calls is not None and int(calls[1]) >= 2 * 3 * 4 * 7

@@ -230,7 +230,10 @@ def test_the_run_ends_where_evaluations_stop_getting_better(train, recipe, monke
         capsys.readouterr()
         run = train(tmp_path / output, **settings)
         assert max(row["step"] for row in metrics(run)) == 5
-        said = "ended       stopped early, after step 5: the held-out loss has not been below 2 since step 2 (stop_after_evals=3)"
+        said = (
+            "ended       stopped early, after step 5: the held-out loss has not been below 2 since step 2 "
+            "(stop_after_evals=3)"
+        )
         assert said in capsys.readouterr().out
     assert digests(tmp_path / "whole/step_00000005") == digests(tmp_path / "parts/step_00000005")
     train(run, **settings)

@@ -1,4 +1,5 @@
-"""What turns rows and images into tokens is in the folders of a run: transformers shows the model what the run showed it."""
+"""What turns rows and images into tokens is in the folders of a run: transformers shows the model what the run showed
+it."""
 
 import json
 import shutil
@@ -28,7 +29,7 @@ NOT_THE_VIEW = """
 source format columns subset split streaming on_bad_row max_bad_rows validation_source validation_fraction
 shuffle max_length overflow truncation_side packing batch_tokens num_processes cache_dir cache_gib train_on
 max_prompt_length max_completion_length shared_prompt tools labels multi_label path family dtype random_init images router_aux_loss_coef
-"""
+"""  # noqa: E501
 TEMPLATE = """{%- if style is defined %}[{{ style }}]{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}\
 <|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
@@ -117,7 +118,8 @@ def test_folders_of_a_run_show_what_the_run_showed(rows: Path, tmp_path: Path, a
 
 
 def test_no_older_template_is_left_beside_a_new_one(rows: Path, tmp_path: Path) -> None:
-    """transformers' processors read chat_template.json first, and llama.cpp's converter the field of tokenizer_config.json."""
+    """transformers' processors read chat_template.json first, and llama.cpp's converter the field of
+    tokenizer_config.json."""
     base, saved = tmp_path / "base", tmp_path / "saved"
     shutil.copytree(load_tokenizer("tiny-images").folder, base)
     config = json.loads((base / "tokenizer_config.json").read_text())

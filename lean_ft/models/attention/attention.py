@@ -1,15 +1,15 @@
 """Causal grouped-query attention over padded, packed and cached inputs.
 
-A batch has plain rows (one document per row, padded on the right, where causality hides the padding) or packed rows, whose
-documents `cu_seqlens` marks. Documents never see each other. Each is computed separately rather than through a (T, T) mask, so
-changing a document leaves the others' outputs bit-identical. A document may continue an earlier stretch of its row
-(`Sight`), as several completions of one prompt do.
+A batch has plain rows (one document per row, padded on the right, where causality hides the padding) or packed rows,
+whose documents `cu_seqlens` marks. Documents never see each other. Each is computed separately rather than through a
+(T, T) mask, so changing a document leaves the others' outputs bit-identical. A document may continue an earlier stretch
+of its row (`Sight`), as several completions of one prompt do.
 
-On CUDA in 16 bits, on cards since Ampere, PyTorch's kernels compute it: fused attention for rows, `varlen_attn` for documents
-and windows. Everything else uses the custom op of `document_attention`: sinks, CPUs, older cards, float32, soft caps, queries that
-see later tokens, and heads of more than 256 features, which PyTorch's kernels lack or compute slowly or with all scores in memory.
-`kernels` chooses. No path keeps a (T, T) tensor, or copies of keys and values for each
-query head.
+On CUDA in 16 bits, on cards since Ampere, PyTorch's kernels compute it: fused attention for rows, `varlen_attn` for
+documents and windows. Everything else uses the custom op of `document_attention`: sinks, CPUs, older cards, float32,
+soft caps, queries that see later tokens, and heads of more than 256 features, which PyTorch's kernels lack or compute
+slowly or with all scores in memory. `kernels` chooses. No path keeps a (T, T) tensor, or copies of keys and values for
+each query head.
 
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
 """
@@ -49,19 +49,21 @@ class Scoring:
 class Sight(NamedTuple):
     """What queries see beside the earlier tokens of their document."""
 
-    # An earlier stretch of the same row that each document continues, (documents, 2) int32: start and end; equal for no prefix.
+    # An earlier stretch of the same row that each document continues, (documents, 2) int32: start and end; equal for no
+    # prefix.
     prefixes: Tensor | None = None
     # On CUDA: the positions that each document sees (its prefix and its own), and where each document's begin.
     key_index: Tensor | None = None
     key_cu_seqlens: Tensor | None = None  # (documents + 1,) int32
-    # The token of the flattened batch before which each query's keys end, (N,) int32, where some see later tokens of their
-    # document; and the most tokens that a query sees ahead.
+    # The token of the flattened batch before which each query's keys end, (N,) int32, where some see later tokens of
+    # their document; and the most tokens that a query sees ahead.
     ends: Tensor | None = None
     num_ahead: int = 0
 
     @classmethod
     def of(cls, bounds: Tensor, num_prefix_tokens: int, cu_seqlens: Tensor, num_tokens: int) -> "Sight":
-        """The sight of documents `cu_seqlens` of `num_tokens` tokens that continue prefixes, of `num_prefix_tokens` in all."""
+        """The sight of documents `cu_seqlens` of `num_tokens` tokens that continue prefixes, of `num_prefix_tokens` in
+        all."""
         if not bounds.is_cuda:
             return cls(bounds)
         return cls.listing_keys(bounds, num_prefix_tokens, cu_seqlens, num_tokens)
@@ -283,8 +285,8 @@ def attend_documents(
     """Causal attention (B, T, H, D) within each document and to its prefix.
 
     query (B, T, H, D); key and value (B, T, K, D); cu_seqlens (documents + 1,) int32, the documents' boundaries in the
-    N = B * T tokens; sinks (H,). No document with its prefix is longer than a row. Raises ValueError for prefixes if rows have
-    several chunks.
+    N = B * T tokens; sinks (H,). No document with its prefix is longer than a row. Raises ValueError for prefixes if
+    rows have several chunks.
     """
     longest = query.shape[1]
     if scoring.chunk is not None and scoring.chunk < longest:
@@ -295,8 +297,8 @@ def attend_documents(
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
     sees_ahead = sight is not None and sight.ends is not None
     if has_kernels(query, scoring, sinks) and not sees_ahead:
-        # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true length
-        # would wait for the device in every layer.
+        # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true
+        # length would wait for the device in every layer.
         key_cu_seqlens = cu_seqlens
         if sight is not None:
             # With more keys than queries the kernel aligns the last query with the last key.
@@ -323,8 +325,8 @@ def attend_documents(
 
 
 def _chunk_bounds(cu_seqlens: Tensor, chunk: int, num_tokens: int) -> Tensor:
-    """Boundaries of the chunks of documents. Their number is an upper bound, which needs no wait for a GPU; the last chunks
-    may be empty."""
+    """Boundaries of the chunks of documents. Their number is an upper bound, which needs no wait for a GPU; the last
+    chunks may be empty."""
     of_each = (cu_seqlens.diff() + chunk - 1) // chunk
     firsts = F.pad(of_each.cumsum(0), (1, 0))  # (documents + 1,): the number of each document's first chunk
     chunks = torch.arange(len(of_each) + num_tokens // chunk + 1, device=cu_seqlens.device)

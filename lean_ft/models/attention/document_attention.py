@@ -1,27 +1,30 @@
 """Causal attention for each document separately, in plain matrix products.
 
-Queries are processed in blocks. A block's float32 scores exist only for its softmax; products with values and gradients use
-the tensors' dtype (float32 on a CPU without 16-bit instructions). Backward recomputes the softmax, so nothing of shape (T, T)
-outlives a block. The heads of a group are stacked as rows of one product, which avoids copies of keys and values.
+Queries are processed in blocks. A block's float32 scores exist only for its softmax; products with values and gradients
+use the tensors' dtype (float32 on a CPU without 16-bit instructions). Backward recomputes the softmax, so nothing of
+shape (T, T) outlives a block. The heads of a group are stacked as rows of one product, which avoids copies of keys and
+values.
 
 Three options change the softmax: a window (keys outside it are not multiplied), a soft cap (scores become
 cap * tanh(score / cap)), and sinks (a learned logit per head that joins the softmax and has no value).
 
-A query may see later tokens of its document, as tokens of one image see each other. A document may continue a prefix, a stretch
-of an earlier document: its queries see the prefix's keys before its own. So a prompt is computed once for several completions, and
-the gradients of its keys add up.
+A query may see later tokens of its document, as tokens of one image see each other. A document may continue a prefix, a
+stretch
+of an earlier document: its queries see the prefix's keys before its own. So a prompt is computed once for several
+completions, and the gradients of its keys add up.
 
-Blocks are padded with zeros to a few sizes, because a CPU's library compiles code for each new shape, which takes as long as a
-dozen products and a third of a megabyte.
+Blocks are padded with zeros to a few sizes, because a CPU's library compiles code for each new shape, which takes as
+long as a dozen products and a third of a megabyte.
 
-With AVX512-BF16 this takes less than half the time of PyTorch's flash kernel, which does not use those instructions, at the
-same accuracy; with AMX the flash kernel takes two thirds of the time. The op is opaque to torch.compile. On a GPU it uses the
-kernels of `flash_kernels` where they run and `row_attention` elsewhere, because the host does not know the boundaries.
+With AVX512-BF16 this takes less than half the time of PyTorch's flash kernel, which does not use those instructions, at
+the same accuracy; with AMX the flash kernel takes two thirds of the time. The op is opaque to torch.compile. On a GPU
+it uses the kernels of `flash_kernels` where they run and `row_attention` elsewhere, because the host does not know the
+boundaries.
 
 Source: blocks and recomputation: FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
-Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G = H / K heads of a group, D features of a head,
-R = G * (queries of a block) rows, C keys that a block sees, P keys of a document including padding.
+Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G = H / K heads of a group, D features of
+a head, R = G * (queries of a block) rows, C keys that a block sees, P keys of a document including padding.
 """
 
 from collections.abc import Iterator
@@ -76,9 +79,9 @@ def document_attention(
             continues; equal for no prefix.
         ends: (N,) integers, the token before which each query's keys end, in the query's document; default its own + 1.
         num_ahead: the most tokens that a query sees ahead. Used on a GPU only.
-        key_bounds: (documents + 1,) integers, the boundaries of the documents' keys, if key and value have other tokens than the
-            query; a document's last query is aligned with its last key. PyTorch's flash kernel computes this, on a GPU, with
-            `sinks`, and without a soft cap, `prefixes` and `ends`.
+        key_bounds: (documents + 1,) integers, the boundaries of the documents' keys, if key and value have other tokens
+            than the query; a document's last query is aligned with its last key. PyTorch's flash kernel computes this,
+            on a GPU, with `sinks`, and without a soft cap, `prefixes` and `ends`.
 
     Raises ValueError for invalid boundaries; on a GPU this is a device-side assertion, or they are not checked where
     `flash_kernels` runs.
@@ -88,8 +91,8 @@ def document_attention(
 
 
 _ROWS = (
-    "Tensor cu_seqlens, Tensor? sinks, float? scale, SymInt? window, float? softcap, SymInt row_tokens, Tensor? prefixes, "
-    "Tensor? ends, SymInt num_ahead, Tensor? key_bounds"
+    "Tensor cu_seqlens, Tensor? sinks, float? scale, SymInt? window, float? softcap, SymInt row_tokens, Tensor? "
+    "prefixes, Tensor? ends, SymInt num_ahead, Tensor? key_bounds"
 )
 
 
@@ -100,7 +103,8 @@ _ROWS = (
 )
 @torch.autocast("cpu", enabled=False)
 def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: Any) -> tuple[Tensor, Tensor]:
-    """The result of `document_attention`, and the log-sum-exp (H, N) of `flash_kernels`, empty without them. rows: as `Rows`."""
+    """The result of `document_attention`, and the log-sum-exp (H, N) of `flash_kernels`, empty without them. rows: as
+    `Rows`."""
     of_rows = Rows(*rows)
     if (kernels := _kernels(query, of_rows.key_bounds)) is not None:
         attend = kernels.attend if of_rows.key_bounds is None else kernels.attend_with_sinks
@@ -147,7 +151,8 @@ def _num_flops(query_shape: Any, *args: Any, **kwargs: Any) -> int:
 def document_attention_backward(
     grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rows_and_lse: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and sinks (empty without sinks) from that of `_document_attention`'s results."""
+    """The gradients of query, key, value and sinks (empty without sinks) from that of `_document_attention`'s
+    results."""
     *rows, lse = rows_and_lse
     of_rows, wide = Rows(*rows), wide_dtype(query)
     sinks, key_bounds = of_rows.sinks, of_rows.key_bounds
@@ -181,8 +186,8 @@ def document_attention_backward(
             weights = weights.to(dtype)  # (K, R, C)
             grad_rows = _rows(grads, block).to(dtype)  # (K, R, D)
             grad_values[:, block.keys] += torch.bmm(weights.mT, grad_rows)
-            # Delta is subtracted inside the product, where sums are float32, as three more features that add up to it with
-            # 24 bits. Subtracting it afterwards would round the difference of two large numbers.
+            # Delta is subtracted inside the product, where sums are float32, as three more features that add up to it
+            # with 24 bits. Subtracting it afterwards would round the difference of two large numbers.
             rows_delta = _rows(delta, block)  # (K, R, 1)
             minus_delta = _in_three(-rows_delta, dtype)
             grad_scores = torch.bmm(torch.cat((grad_rows, minus_delta), -1), values_and_ones[:, :, block.keys])
@@ -239,8 +244,8 @@ def _launched_backward(
     value: Tensor,
     *rows_and_lse: Any,
 ) -> Launched | SlowPath:
-    """PyTorch's flash attention sums the queries' gradient in float32, with each document padded to 128 tokens and each head to 32
-    or 64 features, and expands the gradients of keys and values to the query heads."""
+    """PyTorch's flash attention sums the queries' gradient in float32, with each document padded to 128 tokens and each
+    head to 32 or 64 features, and expands the gradients of keys and values to the query heads."""
     of_rows = Rows(*rows_and_lse[:-1])
     (num_tokens, num_heads, head_dim), sinks = query.shape, of_rows.sinks
     kernel, why = _kernel_in_plan(capability, query, of_rows)
@@ -307,7 +312,8 @@ def _kernels(query: Tensor, key_bounds: Tensor | None) -> Any:
 
 
 def _has_kernels(query: Tensor) -> bool:
-    """Whether `flash_kernels` computes this; in a plan of a GPU, whether a kernel does, which is one that keeps the log-sum-exp."""
+    """Whether `flash_kernels` computes this; in a plan of a GPU, whether a kernel does, which is one that keeps the
+    log-sum-exp."""
     if not is_on_cuda(query):
         return False
     card, compiles = capability(query.device), None if query.is_cuda else True
@@ -386,8 +392,8 @@ def _documents(cu_seqlens: Tensor, num_tokens: int, prefixes: Tensor | None) -> 
     )
     if not is_valid:
         raise ValueError(
-            f"prefixes are {before}; expected for each of the {len(bounds) - 1} documents a start and an end before the document, "
-            "or two equal numbers."
+            f"prefixes are {before}; expected for each of the {len(bounds) - 1} documents a start and an end before "
+            "the document, or two equal numbers."
         )
     for (start, end), prefix in zip(pairwise(bounds), before, strict=True):
         if start < end:
@@ -407,7 +413,8 @@ def _ends(ends: Tensor | None, document: slice, num_before: int) -> Tensor | Non
 def _blocks(
     num_heads: int, num_queries: int, window: int | None, num_before: int, ends: Tensor | None = None
 ) -> list[_Block]:
-    """Split a document's queries into blocks of one size, with few distinct numbers of keys. `num_before`: keys of a prefix."""
+    """Split a document's queries into blocks of one size, with few distinct numbers of keys. `num_before`: keys of a
+    prefix."""
     num_tokens = num_before + num_queries
     step = _query_step(num_tokens)
     num_keys = num_tokens if window is None else min(num_tokens, window + step)

@@ -1,13 +1,15 @@
-"""Triton kernels of attention for what PyTorch's flash kernels lack: soft caps, heads of more than 256 features, and queries that see
-later tokens. They also support windows, prefixes and sinks, in 16 bits on cards since Ampere. Imported only with Triton and a GPU.
+"""Triton kernels of attention for what PyTorch's flash kernels lack: soft caps, heads of more than 256 features, and
+queries that see later tokens. They also support windows, prefixes and sinks, in 16 bits on cards since Ampere. Imported
+only with Triton and a GPU.
 
-Scores are float32 and never leave a kernel. Each program loops over the blocks of keys that any of its queries sees; for the
-gradients of keys and values, over the blocks of queries that may see its keys. No sum uses atomics, so equal inputs give equal bits.
+Scores are float32 and never leave a kernel. Each program loops over the blocks of keys that any of its queries sees;
+for the gradients of keys and values, over the blocks of queries that may see its keys. No sum uses atomics, so equal
+inputs give equal bits.
 
-PyTorch's flash kernels have no sinks. They compute the softmax without the sinks and its log-sum-exp. The sinks join the log-sum-exp
-afterwards, and the output is scaled by the share of the other weights. Backward, PyTorch's kernel computes weights as
-exp(score - log-sum-exp) and needs the sum of output times gradient, so from the joined log-sum-exp and the scaled output it computes
-the right gradients.
+PyTorch's flash kernels have no sinks. They compute the softmax without the sinks and its log-sum-exp. The sinks join
+the log-sum-exp afterwards, and the output is scaled by the share of the other weights. Backward, PyTorch's kernel
+computes weights as exp(score - log-sum-exp) and needs the sum of output times gradient, so from the joined log-sum-exp
+and the scaled output it computes the right gradients.
 
 Source: FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
@@ -30,15 +32,17 @@ _FAR = tl.constexpr(2**31 - 1)  # beyond every token
 _TOKENS = 32  # per program of the kernels that compute no product
 
 
-# The largest head -> queries, keys, warps and pipeline stages of a program: of the forward pass, of the queries' gradient, and of the
-# gradients of keys and values. For all cards since Ampere: within 99 KiB of shared memory, and without spilled registers.
+# The largest head -> queries, keys, warps and pipeline stages of a program: of the forward pass, of the queries'
+# gradient, and of the gradients of keys and values. For all cards since Ampere: within 99 KiB of shared memory, and
+# without spilled registers.
 _BLOCKS = {
     64: ((64, 64, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2)),
     128: ((64, 32, 4, 1), (64, 32, 4, 2), (32, 32, 4, 2)),
     256: ((64, 32, 8, 1), (32, 32, 4, 2), (32, 32, 8, 2)),
     512: ((32, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 2)),
 }
-# The fastest on an H200, for Hopper and Blackwell with 227 KiB, if there are no prefixes and no images, with which these spill registers.
+# The fastest on an H200, for Hopper and Blackwell with 227 KiB, if there are no prefixes and no images, with which
+# these spill registers.
 _LARGE_BLOCKS = {
     64: ((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
     128: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
@@ -48,8 +52,8 @@ _LARGE_BLOCKS = {
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[Tensor, Tensor]:
-    """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D), as `document_attention`, and the log-sum-exp of each
-    softmax, (H, N) float32. `cu_seqlens` is not checked."""
+    """The attention (N, H, D) of query (N, H, D) to key and value (N, K, D), as `document_attention`, and the
+    log-sum-exp of each softmax, (H, N) float32. `cu_seqlens` is not checked."""
     query, key, value = _contiguous(query, key, value)
     num_tokens, num_heads, _ = query.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -85,7 +89,8 @@ def attend_backward(
 
 
 def attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[Tensor, Tensor]:
-    """As `attend`, by PyTorch's flash kernel. key and value (S, K, D) have the documents' boundaries `of_rows.key_bounds`."""
+    """As `attend`, by PyTorch's flash kernel. key and value (S, K, D) have the documents' boundaries
+    `of_rows.key_bounds`."""
     bounds, rules = _flash_arguments(of_rows)
     out, lse, *_ = flash_attention_forward(query, key, value, *bounds, False, **rules)
     assert of_rows.sinks is not None
@@ -96,8 +101,8 @@ def attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) 
 def attend_with_sinks_backward(
     grad_out: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, of_rows: Rows
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value and sinks from those of `attend_with_sinks`'s results. Without `of_rows.sinks`, which the
-    log-sum-exp includes, they get None."""
+    """The gradients of query, key, value and sinks from those of `attend_with_sinks`'s results. Without
+    `of_rows.sinks`, which the log-sum-exp includes, they get None."""
     bounds, rules = _flash_arguments(of_rows)
     inputs, unused = (
         (grad_out.contiguous(), query, key, value, out, lse),
@@ -116,7 +121,8 @@ def _flash_arguments(of_rows: Rows) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Let sinks (H,) join the softmax of attention without them: scale out (N, H, D) and add to lse (H, N), in place."""
+    """Let sinks (H,) join the softmax of attention without them: scale out (N, H, D) and add to lse (H, N), in
+    place."""
     launch: Any = _join
     num_tokens, num_heads, head_dim = out.shape
     grid = triton.cdiv(num_tokens, _TOKENS), num_heads
@@ -179,7 +185,8 @@ def _arguments(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tupl
 # fmt: off
 @triton.jit
 def _seen(q, num_tokens, documents, bounds, prefixes, ends, window):
-    """Which keys queries q see: of their document [first, last), and of its prefix [begin, end). Without a query all are 0."""
+    """Which keys queries q see: of their document [first, last), and of its prefix [begin, end). Without a query all
+    are 0."""
     is_query = q < num_tokens
     document = tl.load(documents + q, mask=is_query, other=0)
     start = tl.load(bounds + document, mask=is_query, other=0).to(tl.int32)
@@ -310,7 +317,8 @@ def _backward_keys(
     k = k_start + tl.arange(0, KEYS)
     keys = _features(key + head * key_head, k, key_stride, num_tokens, head_dim, DIM)
     values = _features(value + head * value_head, k, value_stride, num_tokens, head_dim, DIM)
-    # The queries that may see these keys: to the end of the document or its window, or of the row if the keys may be a prefix.
+    # The queries that may see these keys: to the end of the document or its window, or of the row if the keys may be a
+    # prefix.
     final = tl.minimum(k_start + KEYS, num_tokens) - 1
     if prefixes is not None:
         q_end = tl.minimum((final // row_tokens + 1) * row_tokens, num_tokens)

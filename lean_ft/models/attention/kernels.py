@@ -1,5 +1,5 @@
-"""The choice of attention's kernel on a GPU: PyTorch's flash kernels, the Triton kernels of `flash_kernels`, or blocks of eager
-operations (`row_attention`), which run everywhere and are slow.
+"""The choice of attention's kernel on a GPU: PyTorch's flash kernels, the Triton kernels of `flash_kernels`, or blocks
+of eager operations (`row_attention`), which run everywhere and are slow.
 
 `use_attention` sets the choice for this process, because PyTorch replaces its flash kernels for a whole process, too.
 """
@@ -52,7 +52,8 @@ def kernel_of(query: Tensor, *, is_plain: bool, sinks: bool = False) -> Kernel |
 
 @contextmanager
 def planned_attention(choice: str) -> Iterator[None]:
-    """Context manager in which `choose_kernel` follows this `memory.attention`, which may be impossible on this machine."""
+    """Context manager in which `choose_kernel` follows this `memory.attention`, which may be impossible on this
+    machine."""
     global _choice
     before, _choice = _choice, choice
     try:
@@ -95,14 +96,15 @@ def choose_kernel(
 
 
 def any_in_blocks(config: DecoderConfig, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether a layer has no kernel in training: its attention goes over whole rows in blocks, whatever documents they hold."""
+    """Whether a layer has no kernel in training: its attention goes over whole rows in blocks, whatever documents they
+    hold."""
     layers = [i for i, layer in enumerate(config.layers) if layer.has_attention]
     return any(_kernel_of(config, i, dtype, capability)[0] == "eager" for i in layers)
 
 
 def describe_kernels(config: DecoderConfig, dtype: torch.dtype, capability: tuple[int, int]) -> str:
-    """The kernels of all layers in training, for the log: `flash kernel (FlashAttention 2) in 25 layers; ...`. Tokens of images that
-    see each other are not considered."""
+    """The kernels of all layers in training, for the log: `flash kernel (FlashAttention 2) in 25 layers; ...`. Tokens
+    of images that see each other are not considered."""
     layers = [i for i, layer in enumerate(config.layers) if layer.has_attention]
     found = [_describe(config, i, dtype, capability) for i in layers]
     kinds = list(dict.fromkeys(found))

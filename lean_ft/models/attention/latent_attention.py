@@ -1,12 +1,13 @@
 """Multi-head latent attention: keys and values of all heads are projections of one small vector per token, the latent.
 
-Each head's query and key have a rotated part and a part without rotation; all heads share the rotated part of the key. The
-cache holds the latent and this part. Cached keys and values are never computed: a new token's queries are projected to the
-latents' features, attend to the latents as one head, and the result is projected to each head's values.
+Each head's query and key have a rotated part and a part without rotation; all heads share the rotated part of the key.
+The cache holds the latent and this part. Cached keys and values are never computed: a new token's queries are projected
+to the latents' features, attend to the latents as one head, and the result is projected to each head's values.
 
 Source: DeepSeek-V2 technical report, 2024, https://arxiv.org/abs/2405.04434, section 2.1 and appendix C.
 
-Shapes: B batch, T tokens of a row, S attended tokens, H heads, L latent, R rotated features, N others, V value features.
+Shapes: B batch, T tokens of a row, S attended tokens, H heads, L latent, R rotated features, N others, V value
+features.
 """
 
 import torch
@@ -24,8 +25,8 @@ _NORM_EPS = 1e-6  # transformers ignores config.json's value here
 
 
 def _growth(cos: Tensor, sin: Tensor) -> Tensor:
-    """The factor (B, T, 1, 1) of queries in cos and sin (2, B, T, R) of queries and keys: a turn of keys keeps the length of
-    a pair of features, or multiplies it by the factor of the rotary scaling."""
+    """The factor (B, T, 1, 1) of queries in cos and sin (2, B, T, R) of queries and keys: a turn of keys keeps the
+    length of a pair of features, or multiplies it by the factor of the rotary scaling."""
     of_query, of_key = torch.hypot(cos[..., :1].float(), sin[..., :1].float())
     return (of_query / of_key)[..., None]
 

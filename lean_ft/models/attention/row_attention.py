@@ -1,17 +1,18 @@
 """Causal attention of packed rows on a GPU, whose host does not know the documents' boundaries.
 
-`document_attention` reads the boundaries, so on a GPU it would wait in every layer, and one short document is too little work
-for a launch. Here a block of queries of all rows attends to all earlier keys, and other documents are masked, so no shape
-depends on data on the device. The masked products cost little compared with a layer's other products.
+`document_attention` reads the boundaries, so on a GPU it would wait in every layer, and one short document is too
+little work for a launch. Here a block of queries of all rows attends to all earlier keys, and other documents are
+masked, so no shape depends on data on the device. The masked products cost little compared with a layer's other
+products.
 
-Products are summed in float32, and scores and the gradients of keys and values are float32. Backward recomputes the softmax, so
-only a block's scores have the shape (T, T). The softmax's gradient is one kernel; its formula also holds for weights that do not
-sum to one because of a sink.
+Products are summed in float32, and scores and the gradients of keys and values are float32. Backward recomputes the
+softmax, so only a block's scores have the shape (T, T). The softmax's gradient is one kernel; its formula also holds
+for weights that do not sum to one because of a sink.
 
 Source: blocks and recomputation: FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
-Shapes: B rows, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, G = H / K heads of a group, D features of
-a head, S rows of a block (its queries times G), C keys that a block sees.
+Shapes: B rows, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, G = H / K heads of a group, D
+features of a head, S rows of a block (its queries times G), C keys that a block sees.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,8 @@ _ALIGNED_QUERIES = 8  # blocks have a multiple of this number of queries, for te
 
 
 class Rows(NamedTuple):
-    """The documents of rows, and variants of causal softmax attention: the operator's arguments of `document_attention`."""
+    """The documents of rows, and variants of causal softmax attention: the operator's arguments of
+    `document_attention`."""
 
     cu_seqlens: Tensor
     sinks: Tensor | None
@@ -170,7 +172,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _visible(of_rows: Rows, num_tokens: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """The first index in its row that each token sees of its document, (B, T), and the start and end of its prefix, (B, T) each."""
+    """The first index in its row that each token sees of its document, (B, T), and the start and end of its prefix, (B,
+    T) each."""
     cu_seqlens, window, row_tokens = of_rows.cu_seqlens, of_rows.window, of_rows.num_tokens
     tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.bucketize(tokens, cu_seqlens, right=True) - 1

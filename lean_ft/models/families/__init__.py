@@ -1,5 +1,6 @@
-"""Model families: one row of facts each, a value or a function that reads it from config.json, and defaults of absent fields.
-`lean_ft.models.config_json` reads a config.json by its family's row. A user's row is a variable of a file, `model.family`."""
+"""Model families: one row of facts each, a value or a function that reads it from config.json, and defaults of absent
+fields. `lean_ft.models.config_json` reads a config.json by its family's row. A user's row is a variable of a file,
+`model.family`."""
 
 import re
 from dataclasses import fields
@@ -54,8 +55,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(model_type: Any) -> Family | None:
-    """The row of a model_type, lean_ft's or the user's; None if there is neither. Raises ValueError if the user's is not a valid
-    row."""
+    """The row of a model_type, lean_ft's or the user's; None if there is neither. Raises ValueError if the user's is
+    not a valid row."""
     if not isinstance(model_type, str):
         return None
     own = own_row(model_type)

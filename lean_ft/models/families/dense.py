@@ -110,13 +110,15 @@ _GRANITE = Family(
 )
 
 DENSE: dict[str, Family] = {
-    "llama": Family(scores_as="Llama", facts={**ATTENTION_BIAS, **_MLP_BIAS}, defaults={"max_position_embeddings": 2048}),
+    "llama": Family(scores_as="Llama", facts={**ATTENTION_BIAS, **_MLP_BIAS},
+        defaults={"max_position_embeddings": 2048}),
     "mistral": Family(
         scores_as="Mistral", has_window=every_layer,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "qwen2": Family(
-        scores_as="Qwen2", facts={"qkv_bias": True}, has_window=upper_layers, reads_layer_types=True, defaults=QWEN_DEFAULTS,
+        scores_as="Qwen2", facts={"qkv_bias": True}, has_window=upper_layers, reads_layer_types=True,
+        defaults=QWEN_DEFAULTS,
     ),
     "qwen3": Family(
         scores_as="Qwen3", facts={**ATTENTION_BIAS, "qk_norm": "head"}, has_window=upper_layers, reads_layer_types=True,
@@ -132,7 +134,8 @@ DENSE: dict[str, Family] = {
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     ),
     "smollm3": Family(
-        scores_as="SmolLM3", facts={**ATTENTION_BIAS, **_MLP_BIAS}, has_window=_layers_without_rope, reads_layer_types=True,
+        scores_as="SmolLM3", facts={**ATTENTION_BIAS, **_MLP_BIAS}, has_window=_layers_without_rope,
+        reads_layer_types=True,
         rope=_rope_except_in_some_layers,
         defaults={
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
@@ -229,7 +232,8 @@ DENSE: dict[str, Family] = {
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     ),
     "exaone4": Family(
-        scores_as="Exaone4", facts={"norm_placement": "post", "qk_norm": "head"}, has_window=_unlisted_layers_but_every_nth,
+        scores_as="Exaone4", facts={"norm_placement": "post", "qk_norm": "head"},
+        has_window=_unlisted_layers_but_every_nth,
         reads_layer_types=True, rope=rope_in_windowed_layers,
         defaults={
             "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096,

@@ -105,11 +105,11 @@ class Family:
     # Whether `layer_types` of config.json decides which layers have a window.
     reads_layer_types: bool = False
     # Further facts of LayerConfig, by the layers with a window and the layer's number.
-    layer_facts: Callable[[ConfigFields, Sequence[bool], int], Mapping[str, Any]] = lambda fields, is_windowed, layer: {}
+    layer_facts: Callable[[ConfigFields, Sequence[bool], int], Mapping[str, Any]] = lambda *_: {}
     # Rewrites a config.json to the spelling that the row reads.
     preprocessed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
-    # Mixers by layer type, and the layer type if config.json lists none. "hybrid" is a mixer in parallel to attention. With one
-    # part per layer, "mlp" and "moe" are feed-forward layers, and other layers have none.
+    # Mixers by layer type, and the layer type if config.json lists none. "hybrid" is a mixer in parallel to attention.
+    # With one part per layer, "mlp" and "moe" are feed-forward layers, and other layers have none.
     mixers: Mapping[str, Callable[[ConfigFields], MixerConfig]] = field(default_factory=dict)
     one_part_per_layer: bool = False
     layer_type: Callable[[ConfigFields, int], str] = lambda fields, layer: "full_attention"
@@ -120,8 +120,8 @@ class Family:
     # Facts of MixtureConfig; empty if the family has no experts.
     mixture: Mapping[str, Any] = field(default_factory=dict)
     has_mixture: Callable[[ConfigFields, int], bool] = lambda fields, layer: True
-    # Replacements of parts of parameter names in the folder. With several names the first dimension is split among them; `*` is
-    # the index of a stacked matrix, which is stored by itself.
+    # Replacements of parts of parameter names in the folder. With several names the first dimension is split among
+    # them; `*` is the index of a stacked matrix, which is stored by itself.
     on_disk: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prefix_on_disk: str = "model."  # of all parameters but the output layer's
     prefix_in_memory: str = "model."  # the same in transformers and PEFT

@@ -1,8 +1,8 @@
 """Gemma 3n: several residual streams, of which each layer computes one and predicts the others (AltUp), a low-rank
 branch beside attention (LAuReL), gates with a cutoff, and an input of each token for each layer.
 
-A layer predicts all streams from its input by coefficients that depend on the token. Attention and the feed-forward layer
-compute the active stream; what they add to its prediction corrects every stream.
+A layer predicts all streams from its input by coefficients that depend on the token. Attention and the feed-forward
+layer compute the active stream; what they add to its prediction corrects every stream.
 
 Sources: Baykal et al. 2023, https://arxiv.org/abs/2301.13310; Menghani et al. 2024, https://arxiv.org/abs/2411.07501.
 
@@ -197,8 +197,8 @@ class Gemma3nBlock(BlockWithInput):
 
 
 def _gemma3n_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One size of feed-forward layers, and a list beside it where config.json has a list. Without query_pre_attn_scalar, which
-    published files have and transformers ignores."""
+    """One size of feed-forward layers, and a list beside it where config.json has a list. Without
+    query_pre_attn_scalar, which published files have and transformers ignores."""
     config = {name: value for name, value in config.items() if name != "query_pre_attn_scalar"}
     sizes = config.get("intermediate_size")
     if isinstance(sizes, list) and sizes:

@@ -153,8 +153,8 @@ def _all_but_every_sixth_and_the_last(fields: ConfigFields, layer: int) -> bool:
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds[-1:] == ["sliding_attention"]:
         raise ValueError(
-            f"{fields.where}: layer_types ends with sliding_attention; expected full_attention, which transformers always uses "
-            "for the last layer."
+            f"{fields.where}: layer_types ends with sliding_attention; expected full_attention, which transformers "
+            "always uses for the last layer."
         )
     return (layer + 1) % 6 != 0 and layer != last
 
@@ -163,8 +163,9 @@ _PER_LAYER_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_head
 
 
 def _gemma4_layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
-    """Layers with full attention have other heads, and the upper layers use keys and values of the last lower layer of the same
-    kind. Published files have fields for the heads of full attention; transformers 5 writes heads per layer."""
+    """Layers with full attention have other heads, and the upper layers use keys and values of the last lower layer of
+    the same kind. Published files have fields for the heads of full attention; transformers 5 writes heads per
+    layer."""
     facts: dict[str, Any] = {}
     if "per_layer_config" in fields.config:
         by_layer, where = fields.get("per_layer_config"), f"{fields.where}: per_layer_config"
@@ -194,7 +195,8 @@ def kv_from_layer(fields: ConfigFields, is_windowed: Sequence[bool], layer: int)
     lower = [i for i in range(first) if is_windowed[i] == is_windowed[layer]]
     if not lower:
         raise ValueError(
-            f"{fields.where}: num_kv_shared_layers leaves no lower layer of the kind of layer {layer} with keys and values."
+            f"{fields.where}: num_kv_shared_layers leaves no lower layer of the kind of layer {layer} with keys and "
+            "values."
         )
     return lower[-1]
 

@@ -88,7 +88,8 @@ _LFM2_DEFAULTS = {
 
 HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family(
-        scores_as="Qwen3Next", **_QWEN_HYBRID, mixers={"linear_attention": partial(_delta_rule, fused_projections=True)},
+        scores_as="Qwen3Next", **_QWEN_HYBRID,
+        mixers={"linear_attention": partial(_delta_rule, fused_projections=True)},
         mixture={**_QWEN_HYBRID_MIXTURE, "weights_sum_to_one": flag("norm_topk_prob")},
         has_mixture=every_nth_layer_but_some, on_disk=EXPERTS_ON_DISK,
         defaults={

@@ -107,7 +107,8 @@ LATENT: dict[str, Family] = {
         scores_as="DeepseekV3", facts=_LATENT, rope=_rope,
         mixture=CORRECTED_MIXTURE, has_mixture=all_layers_but_the_first, on_disk=EXPERTS_ON_DISK,
         defaults={
-            **_LATENT_DEFAULTS, **CORRECTED_MIXTURE_DEFAULTS, "max_position_embeddings": 4096, "moe_intermediate_size": 2048,
+            **_LATENT_DEFAULTS, **CORRECTED_MIXTURE_DEFAULTS, "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048,
             "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
             "first_k_dense_replace": 3,
         },
@@ -151,7 +152,8 @@ LATENT: dict[str, Family] = {
             "residual_multiplier": _depth_multiplier, "logits_divisor": _width_divisor,
         },
         defaults={
-            "max_position_embeddings": 32768, "initializer_range": 0.1, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+            "max_position_embeddings": 32768, "initializer_range": 0.1, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
             "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12,
             "scale_depth": 1.4, "dim_model_base": 256,
         },

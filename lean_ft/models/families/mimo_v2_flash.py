@@ -71,7 +71,8 @@ _WITHOUT_EFFECT = ("first_k_dense_replace", "rope_theta", "partial_rotary_factor
 
 
 def _with_window_and_own_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Null factors are 1. `sliding_window_size` counts the positions before a query, and rope without a share has a third."""
+    """Null factors are 1. `sliding_window_size` counts the positions before a query, and rope without a share has a
+    third."""
     own = {name: value for name, value in config.items() if name not in _WITHOUT_EFFECT}
     own |= {name: 1.0 for name in ("routed_scaling_factor", "attention_value_scale") if own.get(name, 0) is None}
     if type(size := own.pop("sliding_window_size", None)) is int:

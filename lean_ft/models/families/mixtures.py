@@ -127,7 +127,8 @@ _GRANITE_DEFAULTS = {
 
 MIXTURES: dict[str, Family] = {
     "mixtral": Family(
-        scores_as="Mixtral", has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True}, on_disk=MIXTRAL_ON_DISK,
+        scores_as="Mixtral", has_window=every_layer, mixture={**MIXTURE, "weights_sum_to_one": True},
+        on_disk=MIXTRAL_ON_DISK,
         in_memory=MIXTRAL_IN_MEMORY,
         defaults={
             **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -248,11 +249,13 @@ MIXTURES: dict[str, Family] = {
     "flint": Family(
         facts={**ATTENTION_BIAS, "qk_norm": "head", "attention_sinks": True},
         parts=FamilyParts(in_float32=(".sinks",), splits=True),
-        has_window=_between_full_layers, reads_layer_types=True, rope=rope_in_windowed_layers, has_mixture=every_nth_layer_but_some,
+        has_window=_between_full_layers, reads_layer_types=True, rope=rope_in_windowed_layers,
+        has_mixture=every_nth_layer_but_some,
         # null is the default.
         preprocessed=lambda config: {k: v for k, v in config.items() if k != "mlp_only_layers" or v is not None},
         mixture={
-            **MIXTURE, "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
+            **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": flag("norm_topk_prob"),
             "shared_intermediate_size": count("shared_expert_intermediate_size"), "score": "sigmoid",
             "router_in_float32": True, "router_weight_in_float32": True,
         },
@@ -269,7 +272,8 @@ MIXTURES: dict[str, Family] = {
         facts={"qk_norm": "head", "norm_placement": "both"}, has_window=all_but_every_nth_layer,
         reads_layer_types=True, rope=rope_in_windowed_layers,
         mixture={
-            **MIXTURE, "intermediate_size": count("moe_intermediate_size"), "weights_sum_to_one": flag("norm_topk_prob"),
+            **MIXTURE, "intermediate_size": count("moe_intermediate_size"),
+            "weights_sum_to_one": flag("norm_topk_prob"),
             "shared_intermediate_size": count("shared_expert_intermediate_size"), "shared_name": "shared_experts",
             "score": "sigmoid", "has_score_correction": True, "router_in_float32": True,
         },

@@ -26,7 +26,8 @@ SIZES_7B: dict[str, dict[str, int]] = {
     "mistral": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 SIZES_7B = {family: {"vocab_size": 32_000, **sizes} for family, sizes in SIZES_7B.items()}
-# Language models of multimodal models that take any. Not Gemma 2, whose logits have a soft cap only outside of these models.
+# Language models of multimodal models that take any. Not Gemma 2, whose logits have a soft cap only outside of these
+# models.
 _ANY = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

@@ -84,7 +84,8 @@ _GPT_ON_DISK = {
     "embed_tokens": ("wte",), "embed_positions": ("wpe",), "model.norm": ("model.ln_f",),
 }
 _GPT_DEFAULTS: dict[str, Any] = {
-    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "scale_attn_weights": True,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+    "scale_attn_weights": True,
     "max_position_embeddings": 1024,
 }
 _GPT: dict[str, Any] = {
@@ -97,7 +98,8 @@ _QK_NORM = {"qk_norm": lambda fields: "centered" if fields.flag("qk_layernorm") 
 
 OLDER: dict[str, Family] = {
     "starcoder2": Family(
-        scores_as="Starcoder2", has_window=every_layer, norm_eps_field="norm_epsilon", activations=UNGATED_ACTIVATION_NAMES,
+        scores_as="Starcoder2", has_window=every_layer, norm_eps_field="norm_epsilon",
+        activations=UNGATED_ACTIVATION_NAMES,
         facts={**_LAYER_NORM, **dict.fromkeys(_EVERY_BIAS, flag("use_bias"))},
         on_disk={"mlp.up_proj": ("mlp.c_fc",), "mlp.down_proj": ("mlp.c_proj",)},
         defaults={
@@ -160,7 +162,8 @@ OLDER: dict[str, Family] = {
     "gpt_bigcode": Family(
         **_GPT, scores_as="GPTBigCode", rope=_no_rope, preprocessed=_bigcode_config, on_disk=_GPT_ON_DISK,
         facts={
-            **_LAYER_NORM, **_EVERY_BIAS, "fused_qkv": True, "qkv_by_head": lambda fields: not fields.flag("multi_query"),
+            **_LAYER_NORM, **_EVERY_BIAS, "fused_qkv": True,
+            "qkv_by_head": lambda fields: not fields.flag("multi_query"),
             "position_row": 0, "attention_scale": _gpt2_scale,
         },
         defaults={**_GPT_DEFAULTS, "activation_function": "gelu_pytorch_tanh", "multi_query": True},

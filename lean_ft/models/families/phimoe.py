@@ -105,7 +105,8 @@ PHIMOE: dict[str, Family] = {
         parts=FamilyParts(router=Sparsemixer.of, rotary=TwoScales, splits=True), own=_own,
         has_window=every_layer, rope=_rope,
         mixture={
-            **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False, "router_name": "router",
+            **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False,
+            "router_name": "router",
         },
         on_disk={**MIXTRAL_ON_DISK, "mlp.router.": ("block_sparse_moe.gate.",)}, in_memory=MIXTRAL_IN_MEMORY,
         defaults={

@@ -8,14 +8,15 @@ _CUSTOM_CODE = (
     "its repository needs custom code, and the repository whose name ends in -hf has the same model for transformers"
 )
 _REASONS = {
-    _SPARSE: "axk2 deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 minimax_m3_vl mistral_large4 qwen4_exp",
+    _SPARSE: "axk2 deepseek_v32 deepseek_v4 dots3_note glm5_next glm_moe_dsa hy_v4 minimax_m3_vl mistral_large4 "
+    "qwen4_exp",
     _CUSTOM_CODE: "internvl_chat",
     _BOTH_WAYS: "diffusion_gemma paligemma",
-    _ENCODER: "albert bert big_bird camembert clip convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm "
-    "eurobert longformer megatron-bert mobilebert modernbert mpnet nomic_bert rembert roberta roberta-prelayernorm roc_bert "
-    "roformer siglip xlm-roberta xlm-roberta-xl xmod",
-    _ENCODER_DECODER: "bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder led longt5 m2m_100 marian mbart mt5 mvp "
-    "nllb-moe pegasus pegasus_x plbart prophetnet switch_transformers t5 t5gemma t5gemma2 trocr umt5 "
+    _ENCODER: "albert bert big_bird camembert clip convbert data2vec-text deberta deberta-v2 distilbert electra ernie "
+    "esm eurobert longformer megatron-bert mobilebert modernbert mpnet nomic_bert rembert roberta roberta-prelayernorm "
+    "roc_bert roformer siglip xlm-roberta xlm-roberta-xl xmod",
+    _ENCODER_DECODER: "bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder led longt5 m2m_100 marian "
+    "mbart mt5 mvp nllb-moe pegasus pegasus_x plbart prophetnet switch_transformers t5 t5gemma t5gemma2 trocr umt5 "
     "vision-encoder-decoder whisper",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}

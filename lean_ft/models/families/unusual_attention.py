@@ -21,7 +21,9 @@ UNUSUAL_ATTENTION: dict[str, Family] = {
     "afmoe": Family(
         facts={
             **ATTENTION_BIAS, "norm_placement": "both", "qk_norm": "head", "attention_gate": "own",
-            "embedding_multiplier": lambda fields: fields.count("hidden_size") ** 0.5 if fields.flag("mup_enabled") else 1.0,
+            "embedding_multiplier": lambda fields: (
+                fields.count("hidden_size") ** 0.5 if fields.flag("mup_enabled") else 1.0
+            ),
         },
         has_window=_all_but_every_nth, reads_layer_types=True, rope=rope_in_windowed_layers,
         mixture={

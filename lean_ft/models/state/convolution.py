@@ -1,8 +1,8 @@
 """A short causal convolution of each channel within each document, and the mixer made of one.
 
-A token's result is the weighted sum of its own input and a few inputs before it; inputs before its document count as zero. The
-custom op computes in float32 and in blocks of tokens, keeps its input, and recomputes the sum in backward. On CUDA it uses
-causal-conv1d if that is installed and supports the arguments.
+A token's result is the weighted sum of its own input and a few inputs before it; inputs before its document count as
+zero. The custom op computes in float32 and in blocks of tokens, keeps its input, and recomputes the sum in backward. On
+CUDA it uses causal-conv1d if that is installed and supports the arguments.
 
 Source: Amini et al. 2025, LFM2 technical report (arXiv:2511.23404) for the mixer; the convolution is Mamba's.
 

@@ -1,23 +1,24 @@
 """Linear attention with a decaying state, by the gated delta rule or as in Mamba-2, in chunks of tokens.
 
-Each head has a state S, a matrix from keys to values. With the delta rule, a token decays the state, writes under its key the
-part of its value that the state does not predict, and reads under its query: S_t = exp(g_t) S_{t-1} + k_t^T beta_t (v_t - k_t
-exp(g_t) S_{t-1}), o_t = q_t S_t, with queries and keys scaled to length 1. Mamba-2 has no correction and no scaling: S_t =
-exp(g_t) S_{t-1} + k_t^T beta_t v_t. Within a chunk, tokens interact through one product of queries with keys; earlier tokens
-count through the state. The corrections, each of which depends on those before, are the solution of one triangular system.
+Each head has a state S, a matrix from keys to values. With the delta rule, a token decays the state, writes under its
+key the part of its value that the state does not predict, and reads under its query: S_t = exp(g_t) S_{t-1} + k_t^T
+beta_t (v_t - k_t exp(g_t) S_{t-1}), o_t = q_t S_t, with queries and keys scaled to length 1. Mamba-2 has no correction
+and no scaling: S_t = exp(g_t) S_{t-1} + k_t^T beta_t v_t. Within a chunk, tokens interact through one product of
+queries with keys; earlier tokens count through the state. The corrections, each of which depends on those before, are
+the solution of one triangular system.
 
-A document starts with an empty state. Decays from earlier documents are masked to zero, so no shape depends on the boundaries
-and no document's numbers affect another's.
+A document starts with an empty state. Decays from earlier documents are masked to zero, so no shape depends on the
+boundaries and no document's numbers affect another's.
 
-The hand-written backward pass goes through the chunks in reverse. It keeps the arguments and the state before every eighth
-chunk, and recomputes the states in between, so its working memory does not depend on the length. The op is opaque to
-torch.compile. On CUDA in 16 bits flash-linear-attention computes the delta rule if it is installed.
+The hand-written backward pass goes through the chunks in reverse. It keeps the arguments and the state before every
+eighth chunk, and recomputes the states in between, so its working memory does not depend on the length. The op is
+opaque to torch.compile. On CUDA in 16 bits flash-linear-attention computes the delta rule if it is installed.
 
-Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484); Dao and
-Gu 2024, Mamba-2 (arXiv:2405.21060). The backward pass is our own. Left out: kernels of Mamba-2.
+Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484); Dao
+and Gu 2024, Mamba-2 (arXiv:2405.21060). The backward pass is our own. Left out: kernels of Mamba-2.
 
-Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values (H / G consecutive heads share a query and
-key), K and V features of a head, C tokens of a chunk, S segments of chunks.
+Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values (H / G consecutive heads share a query
+and key), K and V features of a head, C tokens of a chunk, S segments of chunks.
 """
 
 import importlib.util
@@ -89,8 +90,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, *_: Any) -> 
 
 @register_flop_formula(torch.ops.lean_ft.linear_attention)
 def _num_flops(query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any) -> int:
-    """Per token and head: products within a chunk, 2 C (K + V), and two with the state, 4 K V. Corrections add C (2 K + V) and
-    2 K V."""
+    """Per token and head: products within a chunk, 2 C (K + V), and two with the state, 4 K V. Corrections add C (2 K +
+    V) and 2 K V."""
     corrects = False not in (*rest, *named.values())
     return _products(key_shape, value_shape, (4, 3, 6) if corrects else (2, 2, 4))
 
@@ -151,8 +152,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor
 def _num_flops_backward(
     grad_shape: Any, query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any
 ) -> int:
-    """Two products for each of the forward pass, and each chunk computed twice again: for the states in between, and for the
-    gradients."""
+    """Two products for each of the forward pass, and each chunk computed twice again: for the states in between, and
+    for the gradients."""
     corrects = False not in (*rest, *named.values())
     return _products(key_shape, value_shape, (14, 9, 18) if corrects else (8, 4, 10))
 
@@ -254,8 +255,8 @@ class _Chunk:
         return self.of_state[..., -1:, :] * self.state + (self.to_state * self.key).mT @ self.written
 
     def backward(self, grad: Tensor, grad_next: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The gradients of the state before, and of (queries, keys, values, log decays, betas), from those of the output
-        (B, H, C, V) and of the state after."""
+        """The gradients of the state before, and of (queries, keys, values, log decays, betas), from those of the
+        output (B, H, C, V) and of the state after."""
         query, key, state = self.query, self.key, self.state
         # Through the output and the next state
         grad_scores = grad @ self.written.mT
@@ -331,7 +332,8 @@ def document_numbers(cu_seqlens: Tensor | None, num_tokens: int) -> Tensor | Non
 
 
 def delta_rule_kernel(value: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """flash-linear-attention's delta rule for as many query heads as value heads; None if it cannot compute these values."""
+    """flash-linear-attention's delta rule for as many query heads as value heads; None if it cannot compute these
+    values."""
     if not value.is_cuda or value.itemsize != 2 or not has_kernels():
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]

@@ -1,8 +1,8 @@
 """Mamba-2 as a mixer: one projection, a short convolution, a decaying state, and a gate.
 
-A token's step determines how much the state decays and how much of the token is written. The state's output for the queries (C in
-the paper; keys are B) is added to the value times a factor per head, then gated, and normed in groups of features before the
-gate, after it, or not at all.
+A token's step determines how much the state decays and how much of the token is written. The state's output for the
+queries (C in the paper; keys are B) is added to the value times a factor per head, then gated, and normed in groups of
+features before the gate, after it, or not at all.
 
 Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 

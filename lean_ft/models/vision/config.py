@@ -32,8 +32,9 @@ class VisionConfig:
     linear_patches: bool = False  # the projection is stored as a matrix of pixels with their colors, no convolution
     patch_bias: bool = True  # the projection has a bias
     patch_norms: bool = False  # LayerNorms before and after the projection
-    # Learned positions, for patches or for the fractions of a side, as a square table of `table_side`: interpolated with the
-    # corners aligned, interpolated as pixels, or of the nearest fraction below. "sum": one table of columns and one of rows.
+    # Learned positions, for patches or for the fractions of a side, as a square table of `table_side`: interpolated
+    # with the corners aligned, interpolated as pixels, or of the nearest fraction below. "sum": one table of columns
+    # and one of rows.
     positions: Literal["corners", "pixels", "fractions", "sum", "none"] = "none"
     table_side: int = 0
     axis_first: bool = True  # the two tables of "sum" are stored as (2, side, D), not (side, 2, D)
@@ -50,8 +51,9 @@ class VisionConfig:
     qkv_norms: bool = False  # RMSNorms of each head's queries, keys and values, the last without a weight
     attention_scale: float | None = None  # None: head_dim ** -0.5
     rope_theta: float | None = None  # rotary positions over rows and columns; None: none
-    # "same": the first half of a head's pairs turns with rows, the second with columns, at the same frequencies; "alternating":
-    # rows and columns have every other frequency; "halves": a head's first half turns with columns, its second half with rows.
+    # "same": the first half of a head's pairs turns with rows, the second with columns, at the same frequencies;
+    # "alternating": rows and columns have every other frequency; "halves": a head's first half turns with columns, its
+    # second half with rows.
     rope_axes: Literal["same", "alternating", "halves"] = "same"
     window: int = 0  # attention is within squares of so many embeddings' side; 0: within the image
     whole_layers: tuple[int, ...] = ()  # layers without windows
@@ -128,7 +130,9 @@ def _sees_images(whole: ConfigFields, default: str | None = None) -> bool:
 
 # A table: related fields share a line.
 # fmt: off
-def _sizes(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, patch_size: int) -> dict[str, Any]:
+def _sizes(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, patch_size: int
+) -> dict[str, Any]:
     """Defaults of transformers' classes, under the fields' names of Qwen and of others."""
     return {
         "hidden_size": hidden_size, "intermediate_size": intermediate_size, "patch_size": patch_size,
@@ -167,7 +171,8 @@ def _siglip(vision: ConfigFields) -> dict[str, Any]:
 def _gemma3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
     facts = _siglip(vision)
     return facts | {
-        "merge": facts["table_side"] // math.isqrt(whole.count("mm_tokens_per_image")), "positions": "corners", "pools": True,
+        "merge": facts["table_side"] // math.isqrt(whole.count("mm_tokens_per_image")), "positions": "corners",
+        "pools": True,
         "projector_norm": "rms", "projector_norm_eps": facts["norm_eps"], "projector_norm_offset": 1.0,
         "norm_after_merge": True, "projector_input_first": True, "sees_image": "always",
     }
@@ -178,7 +183,8 @@ def _mistral3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig
     return {
         **_layers(vision), "merge": whole.count("spatial_merge_size"), "patch_bias": False, "first_norm": "rms",
         "norm": "rms", "norm_eps": 1e-5, "bias": False, "is_gated": True, "rope_theta": _theta(vision),
-        "rope_axes": "alternating", "features_first": True, "projector_norm": "rms", "projector_norm_eps": decoder.norm_eps,
+        "rope_axes": "alternating", "features_first": True, "projector_norm": "rms",
+        "projector_norm_eps": decoder.norm_eps,
         "projector_sizes": (size, decoder.hidden_size), "projector_bias": (False, bias, bias), "gelu_before": 2,
     }
 
@@ -186,20 +192,24 @@ def _mistral3(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig
 def _gemma4(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
     text = whole.object("text_config", pad_token_id=0)
     return {
-        **_layers(vision, act="hidden_activation"), **_gemma4_projector(vision), "centers_colors": True, "positions": "sum",
+        **_layers(vision, act="hidden_activation"), **_gemma4_projector(vision), "centers_colors": True,
+        "positions": "sum",
         "merge": vision.count("pooling_kernel_size"), "table_side": vision.count("position_embedding_size"),
         "linear_patches": True, "patch_bias": False,
         "norm": "rms", "norm_eps": vision.positive("rms_norm_eps"), "post_norms": True, "bias": False, "is_gated": True,
-        "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "qkv_norms": True, "attention_scale": 1.0,
+        "linears": "clipped" if vision.flag("use_clipped_linears") else "wrapped", "qkv_norms": True,
+        "attention_scale": 1.0,
         "rope_theta": _theta(vision), "rope_axes": "halves", "pools": True, "standardizes": vision.flag("standardize"),
-        "pooled_multiplier": vision.count("hidden_size") ** 0.5, "sees_image": "in_windows" if _sees_images(whole) else "never",
+        "pooled_multiplier": vision.count("hidden_size") ** 0.5,
+        "sees_image": "in_windows" if _sees_images(whole) else "never",
         "pad_id": text.count("pad_token_id", least=0) if decoder.own.layer_input_dim else None,
     }
 
 
 def _gemma4_unified(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
     return {
-        "num_layers": 0, "hidden_size": vision.count("mm_embed_dim"), "merge": 1, "linear_patches": True, "patch_norms": True,
+        "num_layers": 0, "hidden_size": vision.count("mm_embed_dim"), "merge": 1, "linear_patches": True,
+        "patch_norms": True,
         "patch_size": vision.count("patch_size") * vision.count("pooling_kernel_size"), "positions": "sum",
         "table_side": vision.count("mm_posemb_size"), "axis_first": False, "first_norm": "layer",
         "sees_image": "always" if _sees_images(whole, "vision") else "never", **_gemma4_projector(vision),
@@ -218,16 +228,19 @@ def _smolvlm(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig"
 def _lfm2_vl(vision: ConfigFields, whole: ConfigFields, decoder: "DecoderConfig") -> dict[str, Any]:
     return {
         **_layers(vision), "merge": whole.count("downsample_factor"), "linear_patches": True, "positions": "pixels",
-        "table_side": math.isqrt(vision.count("num_patches")), "norm_eps": vision.positive("layer_norm_eps"), "last_norm": True,
+        "table_side": math.isqrt(vision.count("num_patches")), "norm_eps": vision.positive("layer_norm_eps"),
+        "last_norm": True,
         "projector_norm": "layer" if whole.flag("projector_use_layernorm") else None, "projector_norm_eps": 1e-5,
         "norm_after_merge": True, "projector_sizes": (whole.count("projector_hidden_size"),),
         "projector_bias": (whole.flag("projector_bias"),) * 2,
     }
 
 
-_SIGLIP_DEFAULTS = {**_sizes(768, 3072, 12, 12, 16), "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "image_size": 224}
+_SIGLIP_DEFAULTS = {**_sizes(768, 3072, 12, 12, 16), "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+    "image_size": 224}
 _SIGLIP = {
-    "vision.patch_embed.proj": "vision.embeddings.patch_embedding", "vision.pos_embed": "vision.embeddings.position_embedding",
+    "vision.patch_embed.proj": "vision.embeddings.patch_embedding",
+    "vision.pos_embed": "vision.embeddings.position_embedding",
     "vision.last_norm": "vision.post_layernorm", "vision.blocks": "vision.encoder.layers", ".norm1": ".layer_norm1",
     ".norm2": ".layer_norm2", ".mlp.linear_fc": ".mlp.fc", ".attn.proj": ".self_attn.out_proj", ".attn": ".self_attn",
     "vision.": "vision_tower.",
@@ -238,30 +251,36 @@ _GEMMA3 = {
 }
 _SMOLVLM = {"vision.merger.linear_fc1": "connector.modality_projection.proj", **_SIGLIP, "vision.": "vision_model."}
 _LFM2_VL = {
-    "vision.merger.norm": "multi_modal_projector.layer_norm", "vision.merger.linear_fc": "multi_modal_projector.linear_",
+    "vision.merger.norm": "multi_modal_projector.layer_norm",
+    "vision.merger.linear_fc": "multi_modal_projector.linear_",
     **_SIGLIP,
 }
 _GATED = {".mlp.gate": ".mlp.gate_proj", ".mlp.linear_fc1": ".mlp.up_proj", ".mlp.linear_fc2": ".mlp.down_proj"}
 _PIXTRAL = {
     "vision.merger.linear_fc1": "multi_modal_projector.patch_merger.merging_layer",
-    "vision.merger.linear_fc2": "multi_modal_projector.linear_1", "vision.merger.linear_fc3": "multi_modal_projector.linear_2",
+    "vision.merger.linear_fc2": "multi_modal_projector.linear_1",
+    "vision.merger.linear_fc3": "multi_modal_projector.linear_2",
     "vision.merger.norm": "multi_modal_projector.norm", "vision.patch_embed.proj": "vision.patch_conv",
     "vision.first_norm": "vision.ln_pre", "vision.blocks": "vision.transformer.layers", ".norm1": ".attention_norm",
-    ".norm2": ".ffn_norm", **_GATED, ".mlp.": ".feed_forward.", ".attn.proj": ".attention.o_proj", ".attn": ".attention",
+    ".norm2": ".ffn_norm", **_GATED, ".mlp.": ".feed_forward.", ".attn.proj": ".attention.o_proj",
+    ".attn": ".attention",
     "vision.": "vision_tower.",
 }
 _GEMMA4 = {
     "vision.merger.linear_fc1": "embed_vision.embedding_projection", "vision.merger.": "vision.",
     "vision.patch_embed.proj": "vision.patch_embedder.input_proj",
-    "vision.pos_embed.weight": "vision.patch_embedder.position_embedding_table", "vision.blocks": "vision.encoder.layers",
-    ".post_norm1": ".post_attention_layernorm", ".post_norm2": ".post_feedforward_layernorm", ".norm1": ".input_layernorm",
+    "vision.pos_embed.weight": "vision.patch_embedder.position_embedding_table",
+    "vision.blocks": "vision.encoder.layers",
+    ".post_norm1": ".post_attention_layernorm", ".post_norm2": ".post_feedforward_layernorm",
+    ".norm1": ".input_layernorm",
     ".norm2": ".pre_feedforward_layernorm", **_GATED, ".attn.proj": ".self_attn.o_proj", ".attn": ".self_attn",
     "vision.": "vision_tower.",
 }
 _GEMMA4_UNIFIED = {
     "vision.merger.linear_fc1": "embed_vision.multimodal_embedder.embedding_projection",
     "vision.patch_embed.proj": "vision.patch_dense", "vision.patch_embed.norm": "vision.patch_ln",
-    "vision.pos_embed.weight": "vision.pos_embedding", "vision.first_norm": "vision.pos_norm", "vision.": "embed_vision.",
+    "vision.pos_embed.weight": "vision.pos_embedding", "vision.first_norm": "vision.pos_norm",
+    "vision.": "embed_vision.",
 }
 _QWEN2_5 = {
     "vision.merger.norm": "vision.merger.ln_q", "vision.merger.linear_fc1": "vision.merger.mlp.0",
@@ -273,14 +292,16 @@ _UNIFIED_SPELLINGS = {
     "vision_embedder.": "embed_vision.",
 }
 _QWEN_DEFAULTS = {
-    **_sizes(1152, 4304, 27, 16, 16), "hidden_act": "gelu_pytorch_tanh", "rope_theta": 10_000.0, "temporal_patch_size": 2,
+    **_sizes(1152, 4304, 27, 16, 16), "hidden_act": "gelu_pytorch_tanh", "rope_theta": 10_000.0,
+    "temporal_patch_size": 2,
     "spatial_merge_size": 2, "num_position_embeddings": 2304,
 }
 _PIXTRAL_DEFAULTS = {**_sizes(1024, 4096, 24, 16, 16), "hidden_act": "gelu", "rope_theta": 10_000.0}
 _QWEN2_5_DEFAULTS = {**_QWEN_DEFAULTS, **_sizes(3584, 3420, 32, 16, 14), "hidden_act": "silu", "window_size": 112}
 _QWEN2_5_DEFAULTS |= {"fullatt_block_indexes": [7, 15, 23, 31]}
 _GEMMA4_DEFAULTS = {
-    **_sizes(768, 3072, 16, 12, 16), "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "pooling_kernel_size": 3,
+    **_sizes(768, 3072, 16, 12, 16), "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+    "pooling_kernel_size": 3,
     "position_embedding_size": 10_240, "use_clipped_linears": False, "standardize": False, "rope_theta": 100.0,
     "mm_embed_dim": 3840, "mm_posemb_size": 1120,
 }
@@ -302,7 +323,8 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: str = "config.json") -> VisionConfig:
     """The tower that a multimodal model's config.json describes, for the decoder of the same file.
 
-    Raises ValueError if lean_ft does not know the family's tower, or for a field that is missing or has an unknown value.
+    Raises ValueError if lean_ft does not know the family's tower, or for a field that is missing or has an unknown
+    value.
     """
     name, settings = config.get("model_type"), config.get("vision_config")
     if name not in VISION_FAMILIES:

@@ -25,8 +25,8 @@ def places_in_blocks(grids: tuple[Grid, ...], side: int) -> Tensor:
 
 
 def on_axes(positions: Tensor, images: Images, merge: int) -> Tensor:
-    """Positions (3, B, T) on the axes time, height and width, of positions (B, T) in time. An image's rows and columns are steps of
-    height and width."""
+    """Positions (3, B, T) on the axes time, height and width, of positions (B, T) in time. An image's rows and columns
+    are steps of height and width."""
     grids = tuple((rows // merge, columns // merge) for rows, columns in images.grids)
     steps = moved(places_in_blocks(grids, 1), positions.device)[images.rows]  # (K, 2)
     axes = positions.repeat(3, 1, 1)

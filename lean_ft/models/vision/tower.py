@@ -1,12 +1,13 @@
 """One vision tower for all families; the differences between families are facts of `VisionConfig`.
 
-The patches of all images are one sequence, and each image attends to itself, so nothing is padded. Pixels come as bytes and are
-normalized on the device, so a batch takes 2 to 4 times less memory on its way there.
+The patches of all images are one sequence, and each image attends to itself, so nothing is padded. Pixels come as bytes
+and are normalized on the device, so a batch takes 2 to 4 times less memory on its way there.
 
-Everything that depends on sizes alone (places of patches, rotary angles, weights of the position table) is computed on the
-host, so no operation waits for a GPU.
+Everything that depends on sizes alone (places of patches, rotary angles, weights of the position table) is computed on
+the host, so no operation waits for a GPU.
 
-Shapes: P patches of all images, D hidden size, H heads, C = 3 colors, p pixels of a patch's side, N embeddings of all images.
+Shapes: P patches of all images, D hidden size, H heads, C = 3 colors, p pixels of a patch's side, N embeddings of all
+images.
 """
 
 from collections.abc import Iterator
@@ -287,8 +288,8 @@ class VisionTower(nn.Module):
     def forward(self, patches: Tensor, grids: tuple[Grid, ...]) -> list[Tensor]:
         """Embeddings (N, out_size) for the decoder's input, then those to add after each of its first layers.
 
-        patches (P, C, p, p): bytes, in blocks of `merge` x `merge`; grids: rows and columns of each image. A frozen tower keeps no
-        graph, and computes `GROUP_PATCHES` at a time.
+        patches (P, C, p, p): bytes, in blocks of `merge` x `merge`; grids: rows and columns of each image. A frozen
+        tower keeps no graph, and computes `GROUP_PATCHES` at a time.
         """
         is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
         if self.is_sharded or is_trained:
@@ -306,7 +307,8 @@ class VisionTower(nn.Module):
         return Images(patches, ((side, side),), nothing, nothing)
 
     def put(self, hidden: Tensor, images: Images) -> tuple[Tensor, list[Tensor]]:
-        """Replace the decoder's embeddings (B, T, D) of image tokens. Also return what to add to them after its first layers."""
+        """Replace the decoder's embeddings (B, T, D) of image tokens. Also return what to add to them after its first
+        layers."""
         embedded = images.embedded or self(images.patches, images.grids)
         if images.embedded is not None:
             images.embedded[:] = embedded

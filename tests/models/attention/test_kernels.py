@@ -19,7 +19,8 @@ SINKS, CAP = {"attention_sinks": True}, {"attention_softcap": 50.0}
     [
         ({"head_dim": 64}, BF16, AMPERE, True, "auto", "flash kernel (FlashAttention 2)"),
         ({"head_dim": 64}, BF16, AMPERE, False, "auto", "flash kernel (FlashAttention 2)"),
-        ({"head_dim": 64, **SINKS}, BF16, AMPERE, True, "auto", "flash kernel (FlashAttention 2), sinks joined afterwards"),
+        ({"head_dim": 64, **SINKS}, BF16, AMPERE, True, "auto",
+            "flash kernel (FlashAttention 2), sinks joined afterwards"),
         ({"head_dim": 64, **SINKS}, BF16, AMPERE, False, "auto", "slow): sinks, and Triton or a C compiler is missing"),
         ({"head_dim": 512}, BF16, AMPERE, True, "flash2", "own Triton kernel: heads of 512 features"),
         ({"head_dim": 20}, torch.float16, (12, 0), True, "auto", "own Triton kernel: heads of 20 features"),

@@ -85,8 +85,8 @@ def _mistral3(case: Case, images: Sequence[Tensor], ids: Tensor) -> dict[str, An
 
 
 def _raster(case: Case, images: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of patches row by row, padded to the longest image: pixels with their colors (n, P, p * p * C), columns and rows (n, P, 2),
-    which are -1 for padding, and the images' rows and columns (n, 2)."""
+    """Of patches row by row, padded to the longest image: pixels with their colors (n, P, p * p * C), columns and rows
+    (n, P, 2), which are -1 for padding, and the images' rows and columns (n, 2)."""
     grids = [(image.shape[1] // case.patch, image.shape[2] // case.patch) for image in images]
     patches = [_patches(image, case.patch, 1).movedim(1, -1).flatten(1) for image in _normalized(case, images)]
     places = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1) for rows, columns in grids]
@@ -160,7 +160,8 @@ CASES = {
         settings={"tie_word_embeddings": True},
     ),
     "qwen3_vl_moe": Case(
-        "Qwen3VLMoe", _EXPERTS | _mrope(3, 3, 2), _QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]}, _IDS, _QWEN_PROCESSOR,
+        "Qwen3VLMoe", _EXPERTS | _mrope(3, 3, 2), _QWEN_TOWER | {"deepstack_visual_indexes": [0, 2]}, _IDS,
+        _QWEN_PROCESSOR,
         _qwen, is_exact=False,
     ),
     "qwen3_5": Case(
@@ -168,20 +169,24 @@ CASES = {
         is_exact=False,
     ),
     "qwen3_5_moe": Case(
-        "Qwen3_5Moe", _HYBRID | _MOE | _mrope(2, 1, 1, partial_rotary_factor=0.5), _QWEN_TOWER, _IDS, _QWEN_PROCESSOR, _qwen,
+        "Qwen3_5Moe", _HYBRID | _MOE | _mrope(2, 1, 1, partial_rotary_factor=0.5), _QWEN_TOWER, _IDS, _QWEN_PROCESSOR,
+        _qwen,
         is_exact=False,
     ),
     "gemma3": Case(
         "Gemma3", _WINDOWS | {"query_pre_attn_scalar": 16}, _SIGLIP,
-        _INDEX | {"mm_tokens_per_image": 9, "boi_token_index": START, "eoi_token_index": END}, _GEMMA3_PROCESSOR, _gemma3,
+        _INDEX | {"mm_tokens_per_image": 9, "boi_token_index": START, "eoi_token_index": END}, _GEMMA3_PROCESSOR,
+        _gemma3,
         grids=((6, 6),), settings={"tie_word_embeddings": True},
     ),
     "mistral3": Case(
-        "Mistral3", {"model_type": "mistral", "sliding_window": None}, _TOWER | {"model_type": "pixtral", "image_size": 64},
+        "Mistral3", {"model_type": "mistral", "sliding_window": None},
+        _TOWER | {"model_type": "pixtral", "image_size": 64},
         _INDEX, _PIXTRAL_PROCESSOR, _mistral3,
     ),
     "ministral3": Case(
-        "Mistral3", {"model_type": "ministral3"}, _TOWER | {"model_type": "pixtral", "image_size": 64, "hidden_act": "silu"},
+        "Mistral3", {"model_type": "ministral3"},
+        _TOWER | {"model_type": "pixtral", "image_size": 64, "hidden_act": "silu"},
         _INDEX, _PIXTRAL_PROCESSOR, _mistral3, settings={"tie_word_embeddings": True},
     ),
     "gemma4": Case(
@@ -190,7 +195,8 @@ CASES = {
         settings={"tie_word_embeddings": True},
     ),
     "gemma4_large": Case(
-        "Gemma4", _GEMMA4_TEXT | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}, _GEMMA4_TOWER,
+        "Gemma4", _GEMMA4_TEXT | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision"}, _GEMMA4_TOWER,
         _GEMMA4_IDS, _GEMMA4_PROCESSOR, _gemma4, settings={"tie_word_embeddings": True},
     ),
     "gemma4_unified": Case(
@@ -213,7 +219,8 @@ CASES = {
         settings={"tie_word_embeddings": True},
     ),
     "qwen2_5_vl": Case(
-        "Qwen2_5_VL", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}, "head_dim": 8}, _QWEN2_5,
+        "Qwen2_5_VL", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+            "head_dim": 8}, _QWEN2_5,
         _IDS, _QWEN_PROCESSOR, _qwen, grids=((4, 6), (2, 10), (8, 4), (10, 6)),
     ),
 }  # fmt: skip
@@ -223,7 +230,8 @@ CASES = {
 def reference(case: Case) -> transformers.PreTrainedModel:
     """transformers' model, with weights large enough that a wrong formula shows."""
     config = getattr(transformers, f"{case.name}Config")(
-        text_config=_TEXT | case.text, vision_config=case.vision, **{"tie_word_embeddings": False} | case.others | case.settings
+        text_config=_TEXT | case.text, vision_config=case.vision,
+        **{"tie_word_embeddings": False} | case.others | case.settings
     )  # fmt: skip
     config._attn_implementation = "eager"
     for part in (config, config.text_config):
@@ -251,7 +259,8 @@ def save(case: Case, folder: Path) -> Path:
 
 
 def stack_experts(folder: Path, transposed: bool) -> None:
-    """Rewrite a folder with one tensor per projection of experts, as published for Qwen3.5, or `transposed`, for Qwen3-VL."""
+    """Rewrite a folder with one tensor per projection of experts, as published for Qwen3.5, or `transposed`, for
+    Qwen3-VL."""
     tensors, stacks = load_file(folder / "model.safetensors"), dict[str, dict[str, Tensor]]()
     for name in list(tensors):
         if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)_proj\.weight", name):
@@ -340,7 +349,8 @@ def split(outputs: Tensor, documents: Sequence[Document], *, packed: bool) -> li
 
 
 def differences(case: Case, model: Decoder, documents: Sequence[Document], *, packed: bool) -> tuple[float, float]:
-    """The largest difference from transformers' logits, and the largest relative difference of a parameter's gradient, by norm."""
+    """The largest difference from transformers' logits, and the largest relative difference of a parameter's gradient,
+    by norm."""
     theirs = [_their_logits(case, document) for document in documents]
     ours = split(model(**inputs(case, model, documents, packed=packed)), documents, packed=packed)
     of_logits = max((own - their).detach().abs().max().item() for own, their in zip(ours, theirs, strict=True))

@@ -180,7 +180,8 @@ SPELLINGS = {
     "mistral3": {"model.vision_tower.": "vision_tower.", "model.language_model.": "language_model.model."},
     "lfm2_vl": {"model.vision_tower.": "model.vision_tower.vision_model."},
     "gemma4_unified": {
-        "model.embed_vision.multimodal_embedder.": "model.embed_vision.", "model.embed_vision.p": "model.vision_embedder.p",
+        "model.embed_vision.multimodal_embedder.": "model.embed_vision.",
+        "model.embed_vision.p": "model.vision_embedder.p",
     },
     "qwen2_5_vl": {"model.visual.": "visual.", "model.language_model.": "model."},
 }  # fmt: skip
