@@ -460,8 +460,8 @@ def test_a_template_must_write_a_placeholder_for_each_image(qwen: Family) -> Non
 
 def test_a_template_that_reads_parts_alone_gets_parts(qwen: Family) -> None:
     source = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}:{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>"
-        "{% else %}{{ p.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}:{% for p in m.content %}{% if p.type == 'image' %}"
+        "<|image_pad|>{% else %}{{ p.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
     )
     (file := qwen.pictures / "template.jinja").write_text(source)
