@@ -33,6 +33,7 @@ from lean_ft.generation import stop_ids
 from lean_ft.gguf.header import gguf_package
 from lean_ft.gguf.names import all_tensors, by_side, layout_of, ropes, store
 from lean_ft.gguf.quantize import Mix, num_bytes
+from lean_ft.gguf.rows import GGUFFamily
 from lean_ft.gguf.splitting import APPROXIMATED
 from lean_ft.gguf.wholes import remark_about_images, row_of
 from lean_ft.gguf.write import GGUF_KINDS, gguf_family, model_metadata, write_gguf
@@ -134,6 +135,31 @@ def _differences(model: Decoder, metadata: Mapping[str, Any]) -> str:
     return details
 
 
+def _adapter_tensors(folder: Path, model: Decoder, family: GGUFFamily, adapter: StoredAdapter) -> dict[str, Tensor]:
+    """The factors of an adapter under llama.cpp's names. Raises ValueError for those that are not finite, and for
+    layers to which llama.cpp applies no adapter."""
+    alpha = next(iter(adapter.shapes.values())).alpha
+    tensors = dict[str, Tensor]()
+    for name, shape in adapter.shapes.items():
+        a, b = (factor.float() for factor in read_factors(adapter, name))
+        if not bool(a.isfinite().all() and b.isfinite().all()):
+            raise ValueError(f"{folder}: the adapter of {name} is not finite. Export an earlier checkpoint of the run.")
+        b = b * (shape.scaling * shape.rank / alpha)
+        weight = f"{name}.weight"
+        if any(part in weight for part in family.no_adapter):
+            raise ValueError(f"{folder} adapts {name}, to which llama.cpp applies no adapter. {_MERGE}")
+        if is_projection_of_experts(model, name):
+            weight, (a, b) = name, _by_expert(model, name, a, b)
+        if name == EMBEDDING:
+            a = a.T  # (V, R): llama.cpp looks rows up
+        steps, places = layout_of(weight, model, family)
+        of_rows, of_columns = by_side(steps)
+        (a,) = store(a, of_columns)
+        for place, rows in zip(places, store(b, of_rows), strict=True):
+            tensors |= {f"{place}.lora_a": a, f"{place}.lora_b": rows}
+    return tensors
+
+
 def export_gguf_adapter(
     source: str | Path, destination: str | Path, kind: str = "f16", force: bool = False, base: str | Path | None = None
 ) -> Exported:
@@ -160,24 +186,7 @@ def export_gguf_adapter(
         model = load_model(model_name)
     family, adapter = gguf_family(model, Path(str(model_name))), fit_adapter(model, folder)
     alpha = next(iter(adapter.shapes.values())).alpha
-    tensors = dict[str, Tensor]()
-    for name, shape in adapter.shapes.items():
-        a, b = (factor.float() for factor in read_factors(adapter, name))
-        if not bool(a.isfinite().all() and b.isfinite().all()):
-            raise ValueError(f"{folder}: the adapter of {name} is not finite. Export an earlier checkpoint of the run.")
-        b = b * (shape.scaling * shape.rank / alpha)
-        weight = f"{name}.weight"
-        if any(part in weight for part in family.no_adapter):
-            raise ValueError(f"{folder} adapts {name}, to which llama.cpp applies no adapter. {_MERGE}")
-        if is_projection_of_experts(model, name):
-            weight, (a, b) = name, _by_expert(model, name, a, b)
-        if name == EMBEDDING:
-            a = a.T  # (V, R): llama.cpp looks rows up
-        steps, places = layout_of(weight, model, family)
-        of_rows, of_columns = by_side(steps)
-        (a,) = store(a, of_columns)
-        for place, rows in zip(places, store(b, of_rows), strict=True):
-            tensors |= {f"{place}.lora_a": a, f"{place}.lora_b": rows}
+    tensors = _adapter_tensors(folder, model, family, adapter)
     metadata = {
         "general.type": "adapter",
         "general.name": destination.stem,

@@ -100,18 +100,23 @@ def keep_teacher(cfg: KeepTeacherConfig) -> None:
                         "num_targets": counts[numbers],
                     }
                 )
-        writer.about |= {
-            "model": cfg.model.path,
-            "dtype": "nf4" if cfg.nf4 else cfg.model.dtype,
-            "temperature": cfg.temperature,
-            "top_k": cfg.top_k,
-            "num_columns": cfg.top_k + (cfg.top_k < len(weight)),
-            "vocab_size": len(weight),
-            "tokens": tokens_of(tokenizer),
-            "data": _settings_of(cfg.data),
-        }
+        writer.about |= _about(cfg, tokenizer, vocab_size=len(weight))
     size = sum(file.stat().st_size for file in cfg.destination.iterdir())
     say("saved", f"{cfg.destination}: {cfg.top_k} tokens for each of {num_targets:,} targets, {size / 2**20:,.1f} MiB")
+
+
+def _about(cfg: KeepTeacherConfig, tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """What a student's run compares with its own settings."""
+    return {
+        "model": cfg.model.path,
+        "dtype": "nf4" if cfg.nf4 else cfg.model.dtype,
+        "temperature": cfg.temperature,
+        "top_k": cfg.top_k,
+        "num_columns": cfg.top_k + (cfg.top_k < vocab_size),
+        "vocab_size": vocab_size,
+        "tokens": tokens_of(tokenizer),
+        "data": _settings_of(cfg.data),
+    }
 
 
 def _load_teacher(cfg: KeepTeacherConfig, device: torch.device) -> Decoder:

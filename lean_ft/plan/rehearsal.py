@@ -77,6 +77,10 @@ def rehearse(
         raise
     finally:
         torch.compiler.reset()
+    return _counted(trace, planned, time.perf_counter() - started)
+
+
+def _counted(trace: Trace, planned: PlannedWorld, planning_seconds: float) -> Rehearsal:
     return Rehearsal(
         peak=trace.memory.peak,
         reserved_bytes=trace.memory.reserved_bytes,
@@ -87,8 +91,8 @@ def rehearse(
         num_patches=planned.num_patches,
         pinned_bytes=trace.memory.pinned_bytes,
         timeline=trace.timeline,
-        planning_seconds=time.perf_counter() - started,
-        machines=machines,
+        planning_seconds=planning_seconds,
+        machines=trace.machines,
         sent_bytes=int(trace.time.spent.sent_bytes),
         sent_away_bytes=int(trace.time.spent.sent_away_bytes),
         exchange_seconds=trace.time.spent.exchange_seconds,

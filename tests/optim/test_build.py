@@ -20,7 +20,7 @@ def test_clipping_and_loss_scaling_are_for_the_plain_step() -> None:
 def test_paged_state_without_cuda_is_ordinary_memory_and_said_so() -> None:
     paged, plain = build(TinyModel(), {"name": "paged_adamw_8bit"}), build(TinyModel(), {"name": "adamw_8bit"})
     assert len(paged.notes) == 1 and "ordinary memory" in paged.notes[0]
-    assert plain.notes == ()
+    assert plain.notes == []
     assert paged.state_bytes == plain.state_bytes
 
 
