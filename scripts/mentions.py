@@ -1,6 +1,6 @@
 """Count the files outside a capability's own rooms that name it.
 
-    python scripts/mentions.py images            the files, with the number of lines in each
+    python scripts/mentions.py images            the files, with the lines of code and of prose in each
     python scripts/mentions.py images --lines    the lines too
 
 A capability's own rooms are free. Each file outside them that names it must be read and changed with it, so a new
@@ -9,7 +9,10 @@ counts.
 """
 
 import argparse
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,17 +53,35 @@ CAPABILITIES = {
 }
 
 
-def mentions(capability: Capability) -> dict[str, list[tuple[int, str]]]:
-    """Return the lines outside the rooms that name a capability, with their numbers, by path."""
+class Mentions(NamedTuple):
+    """Lines of a file that name a capability, with their numbers."""
+
+    code: list[tuple[int, str]]
+    prose: list[tuple[int, str]]  # comments and docstrings
+
+
+def lines_of_prose(text: str) -> set[int]:
+    """The numbers of the lines that are comments or parts of docstrings."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = {one.start[0] for one in tokens if one.type == tokenize.COMMENT and one.line.lstrip().startswith("#")}
+    documented = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    texts = [node for node in documented if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return comments.union(*(range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in texts))
+
+
+def mentions(capability: Capability) -> dict[str, Mentions]:
+    """Return the lines outside the rooms that name a capability, by path."""
     found = {}
     for path in sorted((ROOT / "lean_ft").rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
         if any(name == room or name.startswith(f"{room}/") for room in capability.rooms):
             continue
-        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        lines = enumerate(text.splitlines(), start=1)
         named = [(number, line) for number, line in lines if re.search(capability.pattern, line, re.IGNORECASE)]
         if named:
-            found[name] = named
+            prose = lines_of_prose(text)
+            code = [one for one in named if one[0] not in prose]
+            found[name] = Mentions(code, [one for one in named if one[0] in prose])
     return found
 
 
@@ -71,11 +92,13 @@ def main() -> None:
     arguments = parser.parse_args()
     word = re.escape(arguments.capability)
     found = mentions(CAPABILITIES.get(arguments.capability, Capability(word, ())))
-    for name, lines in sorted(found.items(), key=lambda item: len(item[1])):
-        print(f"{len(lines):5d}  {name}")
-        for number, line in lines if arguments.lines else ():
-            print(f"{number:11d}  {line.strip()}")
-    print(f"{len(found)} files outside its rooms, {sum(map(len, found.values()))} lines")
+    print(" code  prose")
+    for name, (code, prose) in sorted(found.items(), key=lambda item: (len(item[1].code), len(item[1].prose))):
+        print(f"{len(code):5d}  {len(prose):5d}  {name}")
+        for number, line in sorted(code + prose) if arguments.lines else ():
+            print(f"{number:18d}  {line.strip()}")
+    in_code = sum(bool(one.code) for one in found.values())
+    print(f"{len(found)} files outside its rooms, {in_code} of them in code")
 
 
 if __name__ == "__main__":
