@@ -18,7 +18,7 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model
 from lean_ft.optim import build_optimizer
 from lean_ft.optim.streamed import StreamedState
-from lean_ft.plan import world
+from lean_ft.plan import step
 from lean_ft.plan.devices import CPU, find_device
 from lean_ft.plan.labels import STATES
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
@@ -183,7 +183,7 @@ def test_what_lies_in_the_hosts_memory_is_counted_there_and_not_on_the_device(pl
     monkeypatch.setattr(
         StreamedState.__init__, "__kwdefaults__", {"smallest_bytes": 2**12, "ahead_bytes": 0, "part_bytes": 2**14}
     )
-    monkeypatch.setattr(world, "IN_FLIGHT_BYTES", 0)
+    monkeypatch.setattr(step, "IN_FLIGHT_BYTES", 0)
     monkeypatch.setattr(HostLink.__init__, "__defaults__", (0,))
     streamed = plan(*given, "optimizer.state=streamed", "seed=7", device="A100 80GB")  # no other test has this seed
     state_bytes = on_device.peak.bytes_by_label[STATES]
