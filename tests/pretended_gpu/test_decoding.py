@@ -115,7 +115,7 @@ def test_rows_wait_for_replies_while_late_steps_run(
 
 def test_a_model_that_waits_for_the_device_is_not_recorded(tmp_path: Path, capsys: Any) -> None:
     on_cpu, on_gpu = models("llama", tmp_path)
-    on_gpu.layers[0].register_forward_hook(lambda module, args, out: out.sum().item() and None)
+    on_gpu.layers[0].register_forward_hook(lambda module, args, out: out[0].sum().item() and None)
     before = counters()["graph_launches"]
     found = sample(on_gpu, PROMPTS, Sampling(12, 1.0), cache_gib=0.1)
     assert [one.ids for one in found] == [one.ids for one in sample(on_cpu, PROMPTS, Sampling(12, 1.0), cache_gib=0.1)]
