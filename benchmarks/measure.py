@@ -322,8 +322,8 @@ def measure_training(
         steps: how many steps count, after `warmup_steps` that do not.
         tokens_per_step: what every step must compute, so that no padding or short batch flatters the number.
         token_slack: the share of these that a step may lack.
-        settle_steps: goes on until the peak stands still, for at most so many steps in all, which the command must
-            have.
+        settle_steps: continue until the peak no longer changes, for at most this many steps in all. The command must
+            run that many.
         timeout_seconds, environment: as for `run_measured`.
 
     Returns:

@@ -40,7 +40,7 @@ from lean_ft.data.images import (
     shows_images,
     unread_part_keys,
 )
-from lean_ft.data.kinds import keeps_whole
+from lean_ft.data.kinds import unit_that_is_cut
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import RowSources
@@ -57,7 +57,7 @@ SYSTEM_ROLES = ("system", "developer")
 def drops(document: Document, kept: slice, report: DataReport) -> bool:
     """Whether a row is dropped and counted, because keeping the tokens `kept` of its document alone would cut an image
     or the like."""
-    if unit := keeps_whole(document, kept):
+    if unit := unit_that_is_cut(document, kept):
         report.drop(f"a whole {unit} does not fit in max_length")
     return bool(unit)
 

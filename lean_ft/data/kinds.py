@@ -31,7 +31,7 @@ class OfBatch:
 
 
 class Insert(NamedTuple):
-    """What tokens of a document stand for instead of text, for previews."""
+    """Something other than text that tokens of a document represent, such as an image. For previews."""
 
     first: int  # token
     end: int
@@ -92,8 +92,9 @@ class Kind:
         return []
 
 
-def keeps_whole(document: Document, kept: slice) -> str:
-    """The unit of what would be cut if only the tokens `kept` of a document stayed; empty if nothing is."""
+def unit_that_is_cut(document: Document, kept: slice) -> str:
+    """The unit, such as "image", of which one would be cut if only the tokens `kept` of a document stayed; empty if none
+    would."""
     cuts = (kept.start, kept.stop)
     return next((kind.unit for kind in document.kinds if any(kind.next_cut(document, i) != i for i in cuts)), "")
 

@@ -33,7 +33,7 @@ class Stretch:
     control: bool
     """Whether these are control tokens, such as eos."""
     picture: Callable[[], bytes] | None = None
-    """Makes a small JPEG picture of what these tokens stand for."""
+    """Makes a small JPEG picture, if these tokens represent an image."""
 
 
 @dataclass(frozen=True)
