@@ -93,8 +93,8 @@ class Kind:
 
 
 def unit_that_is_cut(document: Document, kept: slice) -> str:
-    """The unit, such as "image", of which one would be cut if only the tokens `kept` of a document stayed; empty if none
-    would."""
+    """The unit, such as "image", of which one would be cut if only the tokens `kept` of a document stayed; empty if
+    none would."""
     cuts = (kept.start, kept.stop)
     return next((kind.unit for kind in document.kinds if any(kind.next_cut(document, i) != i for i in cuts)), "")
 
