@@ -55,9 +55,10 @@ def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:
         text = f"held-out loss {number(row['eval_loss'])}"
     right = row.get("eval_accuracy", row.get("eval_rewards/accuracies"))
     if right is not None:
-        objective = objective_of(cfg.needed(DataConfig))
-        judged = objective.judged or objective.unit
-        text += f", {right:.1%} of {judged} right"
+        data = cfg.group(DataConfig)  # None: a recipe of the user's own, on sampled completions
+        objective = None if data is None else objective_of(data)
+        judged = "" if objective is None else f" of {objective.judged or objective.unit}"
+        text += f", {right:.1%}{judged} right"
     if (macro_f1 := row.get("eval_macro_f1")) is not None:
         text += f", macro-F1 {macro_f1:.3f}"
     return text
