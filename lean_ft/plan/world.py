@@ -1,6 +1,6 @@
 """The world of a plan: stand-ins for what a run has and a plan lacks, counted in a `Trace`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from lean_ft.frozen.reference import choose_kind
-from lean_ft.hub.paths import planned_model_path
-from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import num_parameters
 from lean_ft.parallel import check_number
@@ -95,8 +93,8 @@ class PlannedWorld(World):
     def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
         return instead()
 
-    def tokenizer(self, load: Callable[[], T], images_of: Any) -> T:
-        return cast(T, _LazyTokenizer(load, images_of))
+    def tokenizer(self, load: Callable[[], T], planned: Mapping[str, Callable[[], Any]]) -> T:
+        return cast(T, _LazyTokenizer(load, planned))
 
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
         return cast(T, (LargestBatches(self, largest), None))
@@ -144,21 +142,19 @@ class PlannedWorld(World):
 class _LazyTokenizer:
     """A tokenizer that is loaded on first use."""
 
-    def __init__(self, load: Callable[[], Any], images_of: Any) -> None:
-        self._load, self._images_of = load, images_of
+    def __init__(self, load: Callable[[], Any], planned: Mapping[str, Callable[[], Any]]) -> None:
+        """planned: functions that return an attribute without the tokenizer."""
+        self._load, self._planned = load, planned
 
     @cached_property
     def _loaded(self) -> Any:
         return self._load()
 
-    @cached_property
-    def image_rules(self) -> Any:
-        if self._images_of is None:
-            return None
-        return image_rules(planned_model_path(self._images_of))
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loaded, name)
+        if name not in self._planned:
+            return getattr(self._loaded, name)
+        value = vars(self)[name] = self._planned[name]()
+        return value
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
         return self._loaded(*arguments, **settings)

@@ -1,6 +1,6 @@
 """Settings of the trained model, its adapters and its quantization."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -40,6 +40,14 @@ class ModelConfig(Settings):
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables it. null uses
     config.json's weight if output_router_logits is true there, and 0 otherwise, as transformers does."""
+
+    def for_adapter(self) -> dict[str, Any]:
+        return {"images": "frozen"} if self.images == "train" else {}  # an adapter leaves the vision tower alone
+
+    def of_same_rows(self, path: str) -> Self:
+        """The settings of a model at `path` that reads the same rows and is not trained."""
+        is_not_trained = {"random_init": False, "new_tokens": [], "router_aux_loss_coef": None}
+        return self.model_copy(update={"path": path, **is_not_trained})
 
 
 class LoRAConfig(Settings):
