@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # processes that tokenize load this file, and not torch
     from torch import Tensor
 
 PADDED_TO_MULTIPLE_OF = 8
+OF_LAYOUT = ("positions", "cu_seqlens", "is_token", "prefixes", "num_prefix_tokens")
+"""Arguments of the forward pass that say where texts are in the rows."""
 
 
 def _argument(name: str) -> Any:

@@ -377,13 +377,6 @@ def _image_of_tokens(document: Document) -> np.ndarray:
     return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
 
 
-def behind_image(document: Document, place: int) -> int:
-    """The first place from `place` on where a cut hits no image."""
-    image = _image_of_tokens(document)
-    last = image[:place].max(initial=-1)
-    return place if last < 0 else max(place, int(np.flatnonzero(image == last)[-1]) + 1)
-
-
 def as_text(content: Any) -> str:
     """The content of a message for people, with `[image]` for each image."""
     return content if isinstance(content, str) else "".join(part.get("text", "[image] ") for part in content or ())
@@ -428,8 +421,14 @@ class ImageKind(Kind):
         images = {name: values for name, values in before.per_document.items() if name.startswith(OF_IMAGES)}
         return replace(document, per_token=theirs, per_document={**document.per_document, **images})
 
+    def is_in(self, document: Document) -> bool:
+        return has_images(document)
+
     def next_cut(self, document: Document, place: int) -> int:
-        return behind_image(document, place)
+        """Behind the image whose tokens would be cut."""
+        image = _image_of_tokens(document)
+        last = image[:place].max(initial=-1)
+        return place if last < 0 else max(place, int(np.flatnonzero(image == last)[-1]) + 1)
 
     def of_batch(self, columns: Columns, placed: Placed) -> OfBatch:
         from lean_ft.data.image_batches import images_of_batch  # loads torch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data.columns import Document
-from lean_ft.data.images import has_images
+from lean_ft.data.kinds import is_text
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.generation.decoding import Asked, as_document, padded_inputs
@@ -111,7 +111,7 @@ class JudgingModel:
         documents: Sequence[Document],
         completion_ids: Sequence[list[int]],
     ) -> list[float]:
-        if any(map(has_images, documents)) and not self._sees:
+        if not self._sees and not all(map(is_text, documents)):
             raise ValueError(
                 "a reward model judges prompts with images only if it has a vision tower and the policy's tokenizer."
             )
