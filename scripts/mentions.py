@@ -33,6 +33,7 @@ CAPABILITIES = {
             "lean_ft/models/families/multimodal.py",
             "lean_ft/data/images.py",
             "lean_ft/data/image_batches.py",
+            "lean_ft/data/image_prompts.py",
             "lean_ft/data/media.py",
         ),
     ),

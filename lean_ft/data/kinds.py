@@ -7,16 +7,20 @@ do (`lean_ft.data.images`). Documents and `Columns` carry their kinds, and the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns, Document
     from lean_ft.data.report import DataReport
     from lean_ft.images.rules import ImageRules
+    from lean_ft.tokenizers import Tokenizer
+    from lean_ft.tokenizers.passages import Passage
 
 
 class OfBatch:
@@ -94,6 +98,40 @@ class Kind:
     def inserts(self, document: Document) -> list[Insert]:
         """What this kind adds to a document, for previews. Raises ValueError for a file that cannot be read."""
         return []
+
+
+class Medium:
+    """How prompts show something besides text, before it becomes columns of a kind."""
+
+    def check_text(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError if the fields of a prompt that is no chat show something."""
+
+    def split(self, messages: list[dict[str, Any]], row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Return the messages for a chat template, and what they and the other fields of the row show, in order.
+
+        Raises ValueError if the fields do not fit the messages.
+        """
+        raise NotImplementedError
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raise ValueError if the model of this tokenizer does not read the medium."""
+        raise NotImplementedError
+
+    def written(self, passage: Passage, values: Sequence[Any], tokenizer: Tokenizer, folder: Path) -> Passage:
+        """Write what `split` returned into a rendered chat; paths are relative to `folder`. Raises ValueError for a
+        file that cannot be read."""
+        raise NotImplementedError
+
+    def with_columns(self, document: Document, passage: Passage | None, tokenizer: Tokenizer) -> Document:
+        """Add the columns of the kind, if the model reads it; passage: what the document was, None for a text."""
+        raise NotImplementedError
+
+
+def media() -> tuple[Medium, ...]:
+    """All media."""
+    from lean_ft.data.image_prompts import ImageMedium
+
+    return (ImageMedium(),)
 
 
 def is_text(document: Document) -> bool:
