@@ -35,6 +35,7 @@ CAPABILITIES = {
             "lean_ft/data/image_batches.py",
             "lean_ft/data/image_prompts.py",
             "lean_ft/data/media.py",
+            "lean_ft/generation/image_parts.py",
         ),
     ),
     "tools": Capability(

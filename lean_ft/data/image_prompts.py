@@ -10,12 +10,12 @@ from typing import Any
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.data.images import IMAGE_FIELDS, Messages, images_of, read_image, with_columns, with_sizes
-from lean_ft.data.kinds import Medium
+from lean_ft.data.kinds import PromptMedium
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.passages import Passage
 
 
-class ImageMedium(Medium):
+class ImageMedium(PromptMedium):
     """Images in content parts of a prompt's messages, or in its field `images` or `image`."""
 
     def check_text(self, row: Mapping[str, Any]) -> None:

@@ -100,7 +100,7 @@ class Kind:
         return []
 
 
-class Medium:
+class PromptMedium:
     """How prompts show something besides text, before it becomes columns of a kind."""
 
     def check_text(self, row: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ class Medium:
         raise NotImplementedError
 
 
-def media() -> tuple[Medium, ...]:
+def prompt_media() -> tuple[PromptMedium, ...]:
     """All media."""
     from lean_ft.data.image_prompts import ImageMedium
 

@@ -1,6 +1,6 @@
 """Prompts of users: texts, chats and rows, read and tokenized.
 
-What a prompt shows besides text is read by its medium (`lean_ft.data.kinds.Medium`).
+What a prompt shows besides text is read by its medium (`lean_ft.data.kinds.PromptMedium`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from lean_ft.data.chats import read_content, read_variables
 from lean_ft.data.columns import Document
-from lean_ft.data.kinds import media
+from lean_ft.data.kinds import prompt_media
 from lean_ft.tokenizers import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -36,7 +36,7 @@ def text_or_messages(prompt: Prompt) -> str | Messages:
 def is_text_alone(prompt: Prompt) -> bool:
     """Whether a prompt shows nothing besides text. Raises ValueError for an invalid prompt."""
     messages = _messages(text_or_messages(prompt))
-    return not any(medium.split(messages, _row(prompt))[1] for medium in media())
+    return not any(medium.split(messages, _row(prompt))[1] for medium in prompt_media())
 
 
 def prompt_document(
@@ -49,14 +49,14 @@ def prompt_document(
     """
     content, row = text_or_messages(prompt), _row(prompt)
     if isinstance(content, str) and not chat:
-        for medium in media():
+        for medium in prompt_media():
             medium.check_text(row)
         document = Document.of(tokenizer.encode(content, add_special_tokens=True))
-        for medium in media():
+        for medium in prompt_media():
             document = medium.with_columns(document, None, tokenizer)
         return document
     messages, shown = _messages(content), list[list[Any]]()
-    for medium in media():
+    for medium in prompt_media():
         messages, values = medium.split(messages, row)
         if values:
             medium.check_tokenizer(tokenizer)
@@ -68,10 +68,10 @@ def prompt_document(
         passage = tokenizer.passage(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)
     if "tools" in passage.unread:
         raise ValueError("the chat template does not write tools. Remove `tools`, or use a model that calls tools.")
-    for medium, values in zip(media(), shown, strict=True):
+    for medium, values in zip(prompt_media(), shown, strict=True):
         passage = medium.written(passage, values, tokenizer, folder)
     document = Document(*tokenizer.tokenize([passage])[0])
-    for medium in media():
+    for medium in prompt_media():
         document = medium.with_columns(document, passage, tokenizer)
     return document
 
