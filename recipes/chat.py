@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lean_ft.generation import CallingTurn, converse, image_part, open_model
+from lean_ft.data.images import image_part
+from lean_ft.generation import CallingTurn, converse, open_model
 from lean_ft.settings import AskConfig, ToolsConfig
 from lean_ft.system.log import show
 from lean_ft.tokenizers import Tokenizer
@@ -39,8 +40,7 @@ class Config(AskConfig):
 
 
 def main(cfg: Config) -> None:
-    opened = cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, cfg.model.images
-    model, tokenizer = open_model(*opened, new_tokens=cfg.max_new_tokens, family=cfg.model.family)
+    model, tokenizer = open_model(cfg.model, cfg.adapter, cfg.device, new_tokens=cfg.max_new_tokens)
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{cfg.model.path} has no chat template, so it cannot chat. Use `leanft generate` to continue a text."

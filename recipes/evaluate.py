@@ -61,9 +61,8 @@ def main(cfg: Config) -> dict[str, Any]:
         raise ValueError("nothing to evaluate: set tasks=[...], data.source=FILE, or both.")
     if cfg.tasks:
         find_tasks(cfg.tasks)  # fails before the model is loaded
-    tower = "none" if cfg.data is None else cfg.model.images
-    opened = cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
-    model, tokenizer = open_model(*opened, family=cfg.model.family)
+    asked = cfg.model.for_texts() if cfg.data is None else cfg.model
+    model, tokenizer = open_model(asked, cfg.adapter, cfg.device)
     results: dict[str, Any] = {}
     if cfg.data is not None:
         results["answers"] = ask_file(cfg, cfg.data, model, tokenizer)

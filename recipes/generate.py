@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 from rich.progress import track
 
 from lean_ft.data.parts import as_text
-from lean_ft.generation import answers, open_model, read_prompts, shows_images, stream
+from lean_ft.generation import answers, is_text_alone, open_model, read_prompts, stream
 from lean_ft.settings import AskConfig, FilePath, Name
 from lean_ft.system.log import console, show
 
@@ -52,10 +52,9 @@ def main(cfg: Config) -> list[str]:
     rows, folder = (
         ([row], Path()) if cfg.prompts_file is None else (read_prompts(cfg.prompts_file), cfg.prompts_file.parent)
     )
-    tower = cfg.model.images if any(map(shows_images, rows)) else "none"
-    opened = cfg.model.path, cfg.adapter, cfg.device, cfg.model.dtype, cfg.model.random_init, tower
+    asked = cfg.model.for_texts() if all(map(is_text_alone, rows)) else cfg.model
     new_tokens = -(-len(rows) // cfg.batch_size) * cfg.max_new_tokens
-    model, tokenizer = open_model(*opened, new_tokens=new_tokens, family=cfg.model.family)
+    model, tokenizer = open_model(asked, cfg.adapter, cfg.device, new_tokens=new_tokens)
     sampling = {**cfg.sampling, "chat": cfg.chat}
 
     if cfg.prompt is not None and cfg.output is None:

@@ -34,6 +34,7 @@ CAPABILITIES = {
             "lean_ft/data/images.py",
             "lean_ft/data/image_batches.py",
             "lean_ft/data/media.py",
+            "lean_ft/generation/image_parts.py",
         ),
     ),
     "tools": Capability(

@@ -58,7 +58,6 @@ LARGE = {
     "export/folder.py: export_folder",
     "generation/decoding.py: sample",
     "generation/texts.py: generate",
-    "generation/texts.py: open_model",
     "models/decoder.py: forward",
     "training/run.py: __init__",
 }

@@ -63,7 +63,9 @@ def serve(
     from lean_ft.system.log import say
 
     tower = "auto" if images else "none"
-    model, tokenizer = open_model(checkpoint, adapter or (), device, dtype, images=tower, new_tokens=max_new_tokens)
+    model, tokenizer = open_model(
+        checkpoint, adapter or (), device, new_tokens=max_new_tokens, dtype=dtype, images=tower
+    )
     server = ChatServer(
         model,
         tokenizer,

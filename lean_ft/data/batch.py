@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # processes that tokenize load this file, and not torch
     from torch import Tensor
 
 PADDED_TO_MULTIPLE_OF = 8
+OF_LAYOUT = ("positions", "cu_seqlens", "is_token", "prefixes", "num_prefix_tokens")
+"""Arguments of the forward pass that say where texts are in the rows."""
 
 
 def _argument(name: str) -> Any:
@@ -96,6 +98,12 @@ class Batch:
             return move(value) if isinstance(value, torch.Tensor) else value
 
         return replace(self, **{name: moved(value) for name, value in vars(self).items()})
+
+    def encode_once(self, model: Any) -> None:
+        """Encode the inputs once for all passes of `model` and of the same model without its adapter, as far as their
+        encoders are not trained: the first pass keeps their output in this batch."""
+        encoders = {n: one.encoded_once for n, one in self.inputs.items() if hasattr(one, "encoded_once")}
+        self.inputs.update({name: encoded(model) for name, encoded in encoders.items()})
 
     def part_of_rows(self, place: int, number: int) -> Self:
         """Return part `place` of `number` equal parts of each row, for ranks that share rows.

@@ -85,6 +85,7 @@ class ImageParts(PartType):
     fields = ("images", "image")
     mark = "<image>"
     not_read = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
+    remedy_of_prompt = "Use a vision model with model.images=frozen."
     feature = "Image"
 
     def claims(self, part: Mapping[str, Any]) -> bool:
@@ -325,13 +326,6 @@ def _image_of_tokens(document: Document) -> np.ndarray:
     return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
 
 
-def behind_image(document: Document, place: int) -> int:
-    """The first place from `place` on where a cut hits no image."""
-    image = _image_of_tokens(document)
-    last = image[:place].max(initial=-1)
-    return place if last < 0 else max(place, int(np.flatnonzero(image == last)[-1]) + 1)
-
-
 def has_images(document: Document) -> bool:
     return len(document.per_document.get("image_tiles", ())) > 0
 
@@ -397,8 +391,14 @@ class ImageKind(Kind):
         images = {name: values for name, values in before.per_document.items() if name.startswith(OF_IMAGES)}
         return replace(document, per_token=theirs, per_document={**document.per_document, **images})
 
+    def is_in(self, document: Document) -> bool:
+        return has_images(document)
+
     def next_cut(self, document: Document, place: int) -> int:
-        return behind_image(document, place)
+        """Behind the image whose tokens would be cut."""
+        image = _image_of_tokens(document)
+        last = image[:place].max(initial=-1)
+        return place if last < 0 else max(place, int(np.flatnonzero(image == last)[-1]) + 1)
 
     def of_batch(self, columns: Columns, placed: Placed) -> OfBatch:
         from lean_ft.data.image_batches import images_of_batch  # loads torch
@@ -462,3 +462,12 @@ class ImageKind(Kind):
             text = f"[image {size.width}x{size.height}, {last + 1 - first:,} tokens]"
             shown.append(Insert(first, last + 1, text, partial(thumbnail, references[number])))
         return shown
+
+
+def image_part(path: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:
+    """Return an image file as a content part of a message, and its number of tokens. Raises ValueError if it cannot be
+    read."""
+    if (rules := rules_in(tokenizer)) is None:
+        raise ValueError("the model reads texts alone, or was loaded with model.images=none.")
+    file = str(Path(path.strip("'\"")).expanduser().resolve())  # terminals write dropped files in quotes
+    return {"type": "image", "path": file}, sum(read_image(file, Path(), rules).layout.runs)

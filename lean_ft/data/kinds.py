@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns, Document
     from lean_ft.data.report import DataReport
@@ -78,6 +80,10 @@ class Kind:
         """Return `document` as it is behind the tokens of `before`."""
         return document
 
+    def is_in(self, document: Document) -> bool:
+        """Whether the document has anything of this kind. All documents of a run have its columns."""
+        raise NotImplementedError
+
     def next_cut(self, document: Document, place: int) -> int:
         """Return the first place from `place` on where the document may be cut."""
         return place
@@ -112,6 +118,18 @@ class Kind:
     def inserts(self, document: Document) -> list[Insert]:
         """What this kind adds to a document, for previews. Raises ValueError for a file that cannot be read."""
         return []
+
+
+def is_text(document: Document) -> bool:
+    """Whether a document has tokens of text alone, with or without the columns of kinds."""
+    return not any(kind.is_in(document) for kind in document.kinds)
+
+
+def next_cut(document: Document, place: int) -> int:
+    """Return the first place from `place` on where all kinds of the document allow a cut."""
+    while (later := max((kind.next_cut(document, place) for kind in document.kinds), default=place)) > place:
+        place = later
+    return place
 
 
 def unit_that_is_cut(document: Document, kept: slice) -> str:

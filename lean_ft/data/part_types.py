@@ -37,6 +37,8 @@ class PartType:
     """Marks the place of a part in a text."""
     not_read: ClassVar[str]
     """The error for a row that shows such a part in a run that reads none."""
+    remedy_of_prompt: ClassVar[str]
+    """What to do about a prompt that shows such a part, if the model reads none."""
     feature: ClassVar[str]
     """The type of columns of `datasets` that decode such contents."""
 

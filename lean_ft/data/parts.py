@@ -93,6 +93,26 @@ def check_are_read(shown: Collection[str], tokenizer: Tokenizer) -> None:
             raise ValueError(part_type.not_read)
 
 
+def check_prompt_is_read(shown: Collection[str], tokenizer: Tokenizer) -> None:
+    """As `check_are_read`, for a prompt."""
+    readable = units_read(tokenizer)
+    for part_type in TYPES:
+        if part_type.unit in shown and part_type.unit not in readable:
+            raise ValueError(
+                f"a prompt has {part_type.with_article}, and the model reads texts alone. {part_type.remedy_of_prompt}"
+            )
+
+
+def check_needs_no_chat(row: Mapping[str, Any]) -> None:
+    """Raise ValueError if the fields of a prompt that is no chat hold parts."""
+    for part_type in TYPES:
+        if any(is_given(row.get(name)) for name in part_type.fields):
+            raise ValueError(
+                f"a prompt has {part_type.with_article}, which needs a chat template. Remove chat=false, or use a chat "
+                "model."
+            )
+
+
 def units_read(tokenizer: Tokenizer) -> set[str]:
     """The units of the parts that become tokens."""
     return {media.unit for media in tokenizer.media}

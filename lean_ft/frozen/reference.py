@@ -130,9 +130,7 @@ def _of_second_model(
 def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Callable[[Any], Tensor]:
     @torch.no_grad()
     def ask(batch: Any) -> Tensor:
-        images, tower = batch.inputs.get("images"), model.vision
-        if images is not None and tower is not None and not any(p.requires_grad for p in tower.parameters()):
-            batch.inputs["images"] = images._replace(embedded=[])  # for the policy's pass too
+        batch.encode_once(model)  # the policy's pass follows
         with adapter_off(model) if has_adapter(model) else nullcontext():
             return log_probs(model, batch).log_probs
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lean_ft.data.columns import Document
-from lean_ft.data.images import has_images
+from lean_ft.data.kinds import is_text
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.generation.decoding import Asked, as_document, padded_inputs
-from lean_ft.generation.texts import reads_images
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.device import check_dtype, resolve_device
 from lean_ft.models.own_families import check_own_families
 from lean_ft.models.stored_weights import stored_dtype, stored_labels
+from lean_ft.models.vision.loading import options_of_towers
 from lean_ft.peft import ids_of_rows, is_adapter, labels_of, load_adapter
 from lean_ft.peft.finished_models import find_base, find_finished, tokenizer_of
 from lean_ft.system.world import world
@@ -44,8 +44,7 @@ def open_reward_model(
     check_dtype(str(kept).removeprefix("torch."), where)
     labels, new_ids = (None, []) if adapter == folder else (labels_of(adapter), ids_of_rows(adapter))
     labels = stored_labels(folder) if labels is None else labels
-    tower = "frozen" if reads_images(folder) else "none"
-    model = load_model(folder, where, dtype=kept, scores=labels, new_ids=new_ids, images=tower)
+    model = load_model(folder, where, dtype=kept, scores=labels, new_ids=new_ids, **options_of_towers(folder))
     check_own_families()
 
     def add_adapter() -> bool:
@@ -58,8 +57,7 @@ def open_reward_model(
             f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."
         )
-    images = None if model.vision is None else folder
-    return model, tokenizer_of(adapter, folder, chat_template=chat_template, images=images)
+    return model, tokenizer_of(adapter, folder, chat_template=chat_template, model=model)
 
 
 def score(model: Decoder, sequences: Sequence[Asked], tokens_at_a_time: int = TOKENS_AT_A_TIME) -> list[list[float]]:
@@ -111,7 +109,7 @@ class JudgingModel:
         documents: Sequence[Document],
         completion_ids: Sequence[list[int]],
     ) -> list[float]:
-        if any(map(has_images, documents)) and not self._sees:
+        if not self._sees and not all(map(is_text, documents)):
             raise ValueError(
                 "a reward model judges prompts with images only if it has a vision tower and the policy's tokenizer."
             )

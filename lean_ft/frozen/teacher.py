@@ -51,9 +51,9 @@ def load_teacher(
     kept_as = distill.teacher_dtype or cfg.needed(ModelConfig).dtype
     setting = "distill.teacher_streamed"
     link = open_link(device, f"{setting}=true", f"{setting}=false") if distill.teacher_streamed else None
-    dtype, kind = ("bfloat16", "nf4") if kept_as == "nf4" else (kept_as, "none")
-    images, quantize = cfg.needed(ModelConfig).images, quantize_as_loaded(kind)
-    frozen = load_frozen(distill.teacher, device, cfg, ranks, link, dtype=dtype, images=images, quantize=quantize)
+    dtype, quantized_as = ("bfloat16", "nf4") if kept_as == "nf4" else (kept_as, "none")
+    settings = cfg.needed(ModelConfig).of_same_rows(distill.teacher)
+    frozen = load_frozen(settings, device, cfg, ranks, link, dtype=dtype, quantize=quantize_as_loaded(quantized_as))
     num_bytes = sum(tensor.nbytes for tensor in (*frozen.parameters(), *frozen.buffers()))
     layers = "" if link is None else ", and its layers in the host's memory"
     say("teacher", f"{distill.teacher} in {kept_as}, {gibibytes(num_bytes)} in addition to the student{layers}")

@@ -121,7 +121,7 @@ def _about(cfg: KeepTeacherConfig, tokenizer: Tokenizer, vocab_size: int) -> dic
 
 def _load_teacher(cfg: KeepTeacherConfig, device: torch.device) -> Decoder:
     quantize = quantize_as_loaded("nf4" if cfg.nf4 else "none")
-    model = load_model(cfg.model.path, device, dtype=cfg.model.dtype, images=cfg.model.images, quantize=quantize)
+    model = load_model(cfg.model, device, dtype=cfg.model.dtype, quantize=quantize)
     check_own_families()
     apply_memory(model.requires_grad_(False).eval(), for_forward(cfg.memory), compile=cfg.compile)
     return model

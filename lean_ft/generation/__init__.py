@@ -4,8 +4,9 @@
 from lean_ft.generation.calling import CallingTurn, converse
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import longest_first, sample, sample_numbers, sample_steps
+from lean_ft.generation.prompts import is_text_alone
 from lean_ft.generation.stopping import stop_ids
-from lean_ft.generation.texts import answers, generate, image_part, open_model, read_prompts, shows_images, stream
+from lean_ft.generation.texts import answers, generate, open_model, read_prompts, stream
 from lean_ft.generation.turns import Completion, Replies
 
 __all__ = [
@@ -16,14 +17,13 @@ __all__ = [
     "answers",
     "converse",
     "generate",
-    "image_part",
+    "is_text_alone",
     "longest_first",
     "open_model",
     "read_prompts",
     "sample",
     "sample_numbers",
     "sample_steps",
-    "shows_images",
     "stop_ids",
     "stream",
 ]

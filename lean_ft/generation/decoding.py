@@ -5,8 +5,8 @@ Prompts of different lengths are computed together, padded on the right, where t
 Completions of one prompt share its pass. A row that has ended leaves the batch. Rows that do not fit into the cache's
 memory wait and take the places of rows that have ended. A row can go on after given tokens (`turns`).
 
-An image is encoded once for all completions of its prompt, and a prompt that is read in parts is never cut inside of an
-image.
+Inputs of a prompt that need an encoder are encoded once for all its completions. A prompt that is read in parts is cut
+where its kinds of columns allow it (`lean_ft.data.kinds`).
 
 A row's tokens depend on its prompt, its sample number and the seed (`choosing`), not on its batch. Another batch size
 can round logits differently in the last bits, which changes a token only if two tokens are equal up to that rounding.
@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lean_ft.data.batch import OF_LAYOUT
 from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Document, identity
-from lean_ft.data.images import behind_image, has_images
+from lean_ft.data.kinds import is_text, next_cut
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
@@ -53,7 +54,7 @@ UNKNOWN_MEMORY_ROWS = 64  # at a time, if the memory size is unknown
 ROOM_PARTS = 8
 
 Asked = Sequence[int] | Document
-"""A prompt: token ids, or a document, which can have images."""
+"""A prompt: token ids, or a document, which can have further columns."""
 
 
 def sample(
@@ -93,8 +94,8 @@ def sample(
             memory, and copies of rows that wait take the rest.
 
     Raises:
-        ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, for an image
-            that cannot be read, or for an empty reply.
+        ValueError: for an empty prompt, for stop texts without `decode`, if the cache cannot hold one row, for a file
+            of a prompt that cannot be read, or for an empty reply.
         FloatingPointError: if the model's logits are not finite.
     """
     rows = running_rows(prompts, sampling, numbers)
@@ -155,9 +156,9 @@ def as_document(prompt: Asked | Tensor) -> Document:
 
 
 def _identity(prompt: Asked) -> bytes:
-    """The identity of a prompt. A text has the same one in runs with and without images."""
+    """The identity of a prompt. A text has the same one in runs with and without kinds of columns."""
     prompt = as_document(prompt)
-    return prompt.identity if has_images(prompt) else identity(prompt.ids)
+    return identity(prompt.ids) if is_text(prompt) else prompt.identity
 
 
 def sample_numbers(prompts: Sequence[Asked]) -> list[int]:
@@ -468,7 +469,7 @@ def _read(
         if prompt_part is not None and len(texts) == 1:
             # Only if the rotary frequencies do not depend on the length of the text.
             while len(texts[0]) > prompt_part and all(rope.same_frequencies(1, longest) for rope in model.rotary):
-                end = behind_image(texts[0], prompt_part)
+                end = next_cut(texts[0], prompt_part)
                 if end == len(texts[0]):
                     break
                 forward_as_written(model, cache=part, **padded_inputs([texts[0][:end]], device))
@@ -499,7 +500,7 @@ def padded_inputs(texts: Sequence[Document], device: torch.device) -> dict[str, 
         rows = [text.ids.tolist() + [0] * (longest - len(text)) for text in texts]
         return {"input_ids": on_device(rows, device)}  # (B, T)
     batch = batch_of(texts, kind="padded", row_tokens=longest, pad_id=0).to(device)
-    return {name: batch.inputs[name] for name in ("input_ids", "images", "position_shift") if name in batch.inputs}
+    return {name: value for name, value in batch.inputs.items() if name not in OF_LAYOUT}  # a cache has the positions
 
 
 def _as_written() -> Any:

@@ -6,14 +6,11 @@ Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` an
 import re
 from collections.abc import Collection
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -22,7 +19,8 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from lean_ft.images.forms import KEYS, as_url, is_data_url
+from lean_ft.generation.content_parts import AnyPart, TextPart
+from lean_ft.generation.request_objects import ContentPart, RequestObject
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import kind
 
@@ -64,60 +62,8 @@ class Refused(ValueError):
         self.body = {"error": {"message": message[:2000], "type": kind, "param": param, "code": code}}
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class _Part(_Fields):
-    cache_control: dict[str, Any] | None = None  # for other servers' caches
-
-
-class _TextPart(_Part):
-    type: Literal["text"]
-    text: str
-
-
-def _as_object(url: Any) -> Any:
-    return {"url": url} if isinstance(url, str) else url
-
-
-def _as_image_url(part: Any) -> Any:
-    """Return an image part in another form, such as Anthropic's, as an `image_url` part."""
-    if not isinstance(part, dict) or part.get("type") not in ("image", "input_image"):
-        return part
-    image = {name: value for name, value in part.items() if name in KEYS}
-    detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
-    others = {name: value for name, value in part.items() if name not in (*KEYS, "type", "detail")}
-    return {"type": "image_url", "image_url": {"url": as_url(image), **detail}, **others}
-
-
-class _ImageURL(_Fields):
-    url: str
-    detail: Literal["auto", "high"] | None = None  # low would scale images down
-
-    @field_validator("url")
-    @classmethod
-    def _has_data(cls, url: str) -> str:
-        if not is_data_url(url := as_url(url)):
-            raise ValueError(
-                "expected a data URL, as in data:image/png;base64,...; this server fetches no URL and reads no file"
-            )
-        return url
-
-
-class _ImagePart(_Part):
-    type: Literal["image_url"]
-    image_url: Annotated[_ImageURL, BeforeValidator(_as_object)]
-
-
 def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-_AnyPart = Annotated[
-    Annotated[_TextPart | _ImagePart, Field(discriminator="type")],
-    BeforeValidator(_as_image_url),
-]
 
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
@@ -132,43 +78,45 @@ def _check_arguments(arguments: str) -> str:
     return arguments or "{}"
 
 
-class _Named(_Fields):
+class _Named(RequestObject):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class _Function(_Named):
     description: str | None = ""
-    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = {"type": "object", "properties": {}}
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = Field(
+        {"type": "object", "properties": {}}
+    )
     returns: dict[str, Any] | None = Field(None, alias="return")  # transformers
     strict: bool | None = None  # not read: nothing forces a call to have these parameters
 
 
-class _ToolChoice(_Fields):
+class _ToolChoice(RequestObject):
     type: Literal["none", "auto", "required", "function"]
     function: _Named | None = None  # the one to call
 
 
-class _Tool(_Fields):
+class _Tool(RequestObject):
     type: Literal["function"]
     function: _Function
 
 
-class _CalledFunction(_Fields, extra="ignore"):  # OpenAI's client keeps the parsed arguments too
+class _CalledFunction(RequestObject, extra="ignore"):  # OpenAI's client keeps the parsed arguments too
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[str, AfterValidator(_check_arguments)]
 
 
-class _ToolCall(_Fields, extra="ignore"):  # a streamed call has an index
+class _ToolCall(RequestObject, extra="ignore"):  # a streamed call has an index
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"]
     function: _CalledFunction
 
 
-class Message(_Fields):
+class Message(RequestObject):
     """One message of a chat. Clients send an assistant's empty fields back, so these are accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_AnyPart], BeforeValidator(_as_parts), Field(max_length=1000)]
+    content: Annotated[list[AnyPart], BeforeValidator(_as_parts), Field(max_length=1000)]
     name: Annotated[str, Field(max_length=64)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
@@ -186,16 +134,16 @@ class Message(_Fields):
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content if isinstance(part, _TextPart))
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
     @property
-    def images(self) -> list[str]:
-        """Data URLs."""
-        return [part.image_url.url for part in self.content if isinstance(part, _ImagePart)]
+    def attached(self) -> list[ContentPart]:
+        """The parts that are no text."""
+        return [part for part in self.content if not isinstance(part, TextPart)]
 
     def for_template(self) -> dict[str, Any]:
-        """The message for chat templates. Its content is one text, or parts if it has an image."""
-        content = [part.model_dump() for part in self.content] if self.images else self.text
+        """The message for chat templates. Its content is one text, or parts if not all are text."""
+        content = [part.model_dump() for part in self.content] if self.attached else self.text
         optional = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
         optional["tool_calls"] = [call.model_dump() for call in self.tool_calls or ()] or None
         return {"role": self.role, "content": content} | {
@@ -203,7 +151,7 @@ class Message(_Fields):
         }
 
 
-class _StreamOptions(_Fields):
+class _StreamOptions(RequestObject):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
@@ -221,7 +169,7 @@ _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class ChatRequest(_Fields):
+class ChatRequest(RequestObject):
     """The body of POST /v1/chat/completions."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -236,7 +184,7 @@ class ChatRequest(_Fields):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     min_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: _Count | None = None
-    tools: Annotated[list[_Tool], Field(max_length=MOST_TOOLS)] = []
+    tools: list[_Tool] = Field([], max_length=MOST_TOOLS)
     tool_choice: Annotated[_ToolChoice, BeforeValidator(_as_choice)] = _ToolChoice(type="auto")
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -275,13 +223,13 @@ class ChatRequest(_Fields):
     @field_validator("messages")
     @classmethod
     def _has_text(cls, messages: list[Message]) -> list[Message]:
-        if not any(message.text or message.images for message in messages):
+        if not any(message.text or message.attached for message in messages):
             raise ValueError("expected a message with text")
         return messages
 
     @property
     def num_characters(self) -> int:
-        """Characters in all messages, without images."""
+        """Characters of text in all messages."""
         texts = [message.text for message in self.messages]
         texts += [message.reasoning_content or "" for message in self.messages]
         texts += [call.function.arguments for message in self.messages for call in message.tool_calls or ()]
@@ -331,16 +279,9 @@ class ChatRequest(_Fields):
         return [{"name": name, **message} if name else message for name, message in given]
 
     @property
-    def images(self) -> list[str]:
-        """Data URLs."""
-        return [url for message in self.messages for url in message.images]
-
-    def check_sizes_of_images(self) -> None:
-        """Raise ValueError for an image that would take too much memory to decode, or that cannot be opened."""
-        from lean_ft.images.reading import open_image, reference  # here, since texts do not need Pillow
-
-        for url in self.images:
-            open_image(reference(url, Path())).close()
+    def attached(self) -> list[ContentPart]:
+        """The content parts that are no text."""
+        return [part for message in self.messages for part in message.attached]
 
     @classmethod
     def read(cls, body: bytes) -> Self:

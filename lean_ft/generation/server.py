@@ -8,7 +8,7 @@ prompt therefore delays others by one part, and a completion ends at its next tu
 Clients that do not send their request in time are disconnected; until then they delay nobody.
 Unsupported requests get an error that names the field (`lean_ft.generation.requests`). Without a token, the server only
 accepts requests to a loopback address with a JSON content type, so that no web page can call it.
-Images come in data URLs. The server fetches no URL and reads no file for a request.
+A content part has its data in the request: the server fetches no URL and reads no file.
 """
 
 import asyncio
@@ -38,6 +38,7 @@ from lean_ft.data.columns import Document
 from lean_ft.generation.calling import CallingTurn
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.connections import Connection
+from lean_ft.generation.content_parts import most_body_bytes
 from lean_ft.generation.decoding import sample_steps
 from lean_ft.generation.requests import ChatRequest, Refused
 from lean_ft.generation.texts import PromptTooLong, asked_of
@@ -47,7 +48,6 @@ from lean_ft.system.redaction import redact
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
-MOST_BODY_BYTES, MOST_BODY_BYTES_WITH_IMAGES = 4 << 20, 32 << 20
 MOST_AT_ONCE = 4  # completions that are computed in turns
 MOST_WAITING = 64  # requests, including those
 PROMPT_PART = 256  # prompt tokens per turn
@@ -91,8 +91,8 @@ class ChatServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.address[1]}/v1"
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.max_new_tokens, self.token = max_new_tokens, token or None
-        self._most_body_bytes = MOST_BODY_BYTES if not tokenizer.media else MOST_BODY_BYTES_WITH_IMAGES
-        self._reads_images = threading.Lock()
+        self._most_body_bytes = most_body_bytes(tokenizer)
+        self._decodes = threading.Lock()
         self._started = int(time.time())
         self._turns = _Turns()
         app = Starlette(
@@ -239,18 +239,19 @@ class ChatServer:
         settings |= {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(asked, name)) is not None}
         variables = asked.variables(self.tokenizer.template_names)
         row = {"messages": asked.chat, "tools": asked.schemas, "chat_template_kwargs": variables}
-        part = "messages"
+        field = "messages"
         try:
             if asked.has_calls and "tool_calls" not in self.tokenizer.template_names:
                 raise ValueError("messages have tool_calls, which the chat template does not write. Use another model.")
-            with self._reads_images if asked.images else contextlib.nullcontext():  # which bounds the memory
-                asked.check_sizes_of_images()
+            with self._decodes if asked.attached else contextlib.nullcontext():  # which bounds the memory
+                for part in asked.attached:
+                    part.check_size()
                 how, (prompt,) = asked_of(self.model, self.tokenizer, [row], True, settings)
-            part, how_to_call = "tools", (variables, asked.forced, asked.parallel_tool_calls)
+            field, how_to_call = "tools", (variables, asked.forced, asked.parallel_tool_calls)
             turn = CallingTurn(self.tokenizer, asked.schemas, *how_to_call)
         except ValueError as error:  # also messages that the template refuses
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-            raise Refused(400, str(error), code, part) from None
+            raise Refused(400, str(error), code, field) from None
         prompt = prompt.continued(turn.begun)
         if context is None:
             return prompt, how, turn

@@ -112,6 +112,7 @@ def _load(
     here, (place, options) = world(), load_options(path, keywords)
     needs_weights = device is not None and not options.random_init
     folder = here.read(lambda: resolve_model_path(place, weights=needs_weights), lambda: planned_model_path(place))
+    options = options.for_folder(folder)
     spec = read_spec(folder, options, is_quantized)
     if device is None:
         return build(spec)

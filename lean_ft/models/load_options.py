@@ -2,14 +2,15 @@
 `ModelConfig`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, Self, TypedDict
 
 import torch
 
 from lean_ft.models.config_json import Labels
 from lean_ft.models.decoder import Decoder
+from lean_ft.models.vision.loading import tower_of
 from lean_ft.settings import ImagesMode, MemoryConfig, ModelConfig, spelled_out
 from lean_ft.system.user_functions import OWN_FAMILIES, use_family
 from lean_ft.tokenizers import load_tokenizer
@@ -27,8 +28,9 @@ class LoadOptions:
     """Dtype of the parameters."""
     random_init: bool = False
     """Draw the weights as transformers does; only config.json is needed."""
-    images: ImagesMode = "none"
-    """Of a multimodal model, load the language model alone, or also the vision tower, frozen or to train."""
+    images: ImagesMode | Literal["auto"] = "none"
+    """Of a multimodal model, load the language model alone, or also the vision tower, frozen or to train. `auto`:
+    frozen, if lean_ft knows the tower and the folder has a file of its image processor."""
     scores: Labels | None = None
     """Labels of a reward model (`REWARD_LABELS`) or classifier (`label_fields`, `stored_labels`). A language model gets
     a zero-initialized score layer with these labels. None loads a model that gives text."""
@@ -41,13 +43,17 @@ class LoadOptions:
     memory: MemoryConfig | None = None
     """Frozen weights that these settings keep on the host are loaded there; None loads all to the device."""
 
+    def for_folder(self, folder: Path) -> Self:
+        """The options with what `auto` means for a model folder. Raises ValueError if its tower cannot be used."""
+        return replace(self, images=tower_of(folder)) if self.images == "auto" else self
+
 
 class LoadKeywords(TypedDict, total=False):
     """The fields of `LoadOptions` as keyword arguments; a dtype may be a name."""
 
     dtype: torch.dtype | str
     random_init: bool
-    images: ImagesMode
+    images: ImagesMode | Literal["auto"]
     scores: Labels | None
     new_ids: Sequence[int]
     router_aux_loss_coef: float | None

@@ -8,6 +8,7 @@ from typing import Any
 
 from lean_ft.hub.download import TOKENIZER_FILES
 from lean_ft.hub.paths import EMBEDDED, repository_name, resolve_model_path
+from lean_ft.models import Decoder
 from lean_ft.peft.stored_adapter import is_adapter, read_adapter
 from lean_ft.system.run_directory import (
     MANIFEST,
@@ -61,19 +62,19 @@ def tokenizer_folder(*folders: Path) -> Path | None:
     return next((f for f in folders if any((f / name).is_file() for name in TOKENIZER_FILES)), None)
 
 
-def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path | None = None) -> Tokenizer:
+def tokenizer_of(*folders: Path, chat_template: Path | None = None, model: Decoder | None = None) -> Tokenizer:
     """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` and `data.image_tokens`
     of the run that wrote the first checkpoint among them.
 
-    chat_template: a file that replaces its template; images: the folder of a model that is loaded with its vision
-    tower. Raises ValueError if there is no tokenizer.
+    chat_template: a file that replaces its template; model: was loaded from the last folder, and reads images if it has
+    its vision tower. Raises ValueError if there is no tokenizer.
     """
     tokenizer = load_tokenizer(tokenizer_folder(*folders) or folders[-1], chat_template)
     checkpoint = next((folder for folder in folders if (folder / TRAINING_STATE_FILE).is_file()), None)
     settings = {} if checkpoint is None else read_training_state(checkpoint)["settings"]
     tokenizer.chat_template_kwargs = template_kwargs(settings)
-    if images is not None:
-        tokenizer.media = tuple(one.of_run(settings) for one in read_media(images, tokenizer.added_tokens))
+    if model is not None and model.vision is not None:
+        tokenizer.media = tuple(one.of_run(settings) for one in read_media(folders[-1], tokenizer.added_tokens))
         for media in tokenizer.media:
             media.check()
     return tokenizer

@@ -141,8 +141,7 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     model_settings = cfg.group(ModelConfig)
     if model_settings is None or cfg.row_tokens is None:
         return None
-    images = model_settings.images
-    model = empty_model(model_settings.path, images=images)
+    model = empty_model(model_settings.of_same_rows(model_settings.path), dtype=torch.float32)
     if model.mixture is not None:
         return None
     # Weights, gradients and both moments, and half as much again for workspace.
@@ -151,7 +150,8 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     )
     for place, path in models_of(cfg).items():
         if place != ("model", "path"):  # a teacher: one layer's activations, and its logits
-            other = empty_model(path, images=images if place[0] == "distill" else "none")
+            reads_rows = place[0] == "distill"
+            other = empty_model(model_settings.of_same_rows(path) if reads_rows else path, dtype=torch.float32)
             if other.mixture is not None:
                 return None
             bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.known_plans import known_or_new
 from lean_ft.plan.result import Rehearsal
-from lean_ft.settings import LoRAConfig, ModelConfig, OptimizerConfig, RecipeConfig, RewardLossConfig
+from lean_ft.settings import LoRAConfig, OptimizerConfig, RecipeConfig, RewardLossConfig, Settings
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.system.catalog import load_recipe, recipes
 
@@ -180,22 +180,19 @@ def search_adapters(
         cfg = recipe.Config(**dict(cfg))
     if getattr(cfg, "lora", cfg) is not None:
         return {}
-    found, needed = {}, dict[str, Any]()
-    if cfg.needed(OptimizerConfig).stochastic_rounding:
-        needed["optimizer.stochastic_rounding"] = False  # an adapter is float32
-    if (model := cfg.group(ModelConfig)) is not None and model.images == "train":
-        needed["model.images"] = "frozen"  # an adapter leaves the vision tower alone
-    cfg = with_overrides(cfg, needed)
+    groups = {name: group for name, group in cfg if isinstance(group, Settings)}
+    needed = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.for_adapter().items()}
+    cfg, searches = with_overrides(cfg, needed), dict[str, Search]()
     for quantize in ("none", "nf4"):
         lora = LoRAConfig.model_validate({"quantize": quantize})
         adapter = {"lora.rank": lora.rank, **({"lora.quantize": quantize} if quantize != "none" else {}), **needed}
         with_adapter, command = cfg.model_copy(update={"lora": lora}), _command_line(adapter)
         rehearsals = _Rehearsals(recipe, with_adapter, device, _after(f"{command}: ", progress), machines)
-        own = rehearsals.of({})
-        if own is not None and own.reserved_bytes > budget_bytes:
+        unchanged = rehearsals.of({})
+        if unchanged is not None and unchanged.reserved_bytes > budget_bytes:
             rehearsals.first_that_fits(_ladder(rehearsals.cfg, device, machines.num_devices == 1), budget_bytes)
-        found[f"{Path(recipe.__file__ or '').stem} {command}"] = rehearsals.result(budget_bytes)
-    return found
+        searches[f"{Path(recipe.__file__ or '').stem} {command}"] = rehearsals.result(budget_bytes)
+    return searches
 
 
 def _after(prefix: str, progress: Callable[[str], None]) -> Callable[[str], None]:

@@ -1,6 +1,6 @@
 """The world of a plan: stand-ins for what a run has and a plan lacks, counted in a `Trace`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lean_ft.frozen.reference import choose_kind
-from lean_ft.hub.paths import planned_model_path
 from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import num_parameters
 from lean_ft.parallel import check_number
@@ -94,8 +93,8 @@ class PlannedWorld(World):
     def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
         return instead()
 
-    def tokenizer(self, load: Callable[[], T], read_media: Callable[[Any], Any], path: Any, has_tower: bool) -> T:
-        return cast(T, _LazyTokenizer(load, lambda: read_media(planned_model_path(path)) if has_tower else ()))
+    def tokenizer(self, load: Callable[[], T], planned: Mapping[str, Callable[[], Any]]) -> T:
+        return cast(T, _LazyTokenizer(load, planned))
 
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
         return cast(T, (LargestBatches(self, largest), None))
@@ -143,19 +142,19 @@ class PlannedWorld(World):
 class _LazyTokenizer:
     """A tokenizer that is loaded on first use."""
 
-    def __init__(self, load: Callable[[], Any], read_media: Callable[[], Any]) -> None:
-        self._load, self._read_media = load, read_media
+    def __init__(self, load: Callable[[], Any], planned: Mapping[str, Callable[[], Any]]) -> None:
+        """planned: functions that return an attribute without the tokenizer."""
+        self._load, self._planned = load, planned
 
     @cached_property
     def _loaded(self) -> Any:
         return self._load()
 
-    @cached_property
-    def media(self) -> Any:
-        return self._read_media()
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loaded, name)
+        if name not in self._planned:
+            return getattr(self._loaded, name)
+        value = vars(self)[name] = self._planned[name]()
+        return value
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
         return self._loaded(*arguments, **settings)

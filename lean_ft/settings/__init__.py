@@ -4,7 +4,15 @@ A recipe's `Config` subclasses `RecipeConfig` and lists the groups below that it
 `Config` from YAML and `key=value` overrides. `leanft cat RECIPE` prints all settings.
 """
 
-from lean_ft.settings.answers import AskConfig, AskedModelConfig, GenerationConfig, Reward, SamplingConfig, ToolsConfig
+from lean_ft.settings.answers import (
+    AskConfig,
+    AskedModel,
+    AskedModelConfig,
+    GenerationConfig,
+    Reward,
+    SamplingConfig,
+    ToolsConfig,
+)
 from lean_ft.settings.base import Device, Dtype, Every, FilePath, Fraction, GroupT, Name, Settings, spelled_out
 from lean_ft.settings.data import (
     AnswerDataConfig,
@@ -68,6 +76,7 @@ __all__ = [
     "AnswerDataConfig",
     "AnswersConfig",
     "AskConfig",
+    "AskedModel",
     "AskedModelConfig",
     "ClassificationDataConfig",
     "ClassificationLossConfig",

@@ -1,6 +1,6 @@
 """Settings of sampled completions: generation during training, rewards, and recipes that run a model."""
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +16,9 @@ from pydantic import (
 from lean_ft.settings.base import Device, FunctionName, Name, OwnFunction, PositiveShare, RegularExpression, Settings
 from lean_ft.settings.model import ModelConfig
 from lean_ft.system.user_functions import check_function
+
+if TYPE_CHECKING:
+    import torch
 
 # Settings that restrict the tokens to sample from.
 TopK = Annotated[PositiveInt | None, Field(description="Sample from this many likeliest tokens only.")]
@@ -172,6 +175,19 @@ class AskedModelConfig(ModelConfig):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for training. Remove it; a trained model's folder has its tokens.")
         return self
+
+    def for_texts(self) -> "AskedModelConfig":
+        """The settings for prompts of text alone."""
+        return self.model_copy(update={"images": "none"})
+
+
+class AskedModel(TypedDict, total=False):
+    """Settings of `AskedModelConfig` as keyword arguments."""
+
+    dtype: "str | torch.dtype"
+    random_init: bool
+    images: Literal["auto", "none", "frozen"]
+    family: str | None
 
 
 class AskConfig(Settings):

@@ -97,5 +97,9 @@ class Settings(BaseModel):
         the user. Plans take such a step."""
         return self
 
+    def for_adapter(self) -> dict[str, Any]:
+        """The settings to change, by name, if an adapter trains instead of the model's weights."""
+        return {}
+
 
 GroupT = TypeVar("GroupT", bound=Settings)

@@ -1,6 +1,6 @@
 """Settings of the trained model, its adapters and its quantization."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -45,6 +45,14 @@ class ModelConfig(Settings):
     def has_tower(self) -> bool:
         """Whether the vision tower of a multimodal model is loaded."""
         return self.images != "none"
+
+    def for_adapter(self) -> dict[str, Any]:
+        return {"images": "frozen"} if self.images == "train" else {}  # an adapter leaves the vision tower alone
+
+    def of_same_rows(self, path: str) -> Self:
+        """The settings of a model at `path` that reads the same rows and is not trained."""
+        is_not_trained = {"random_init": False, "new_tokens": [], "router_aux_loss_coef": None}
+        return self.model_copy(update={"path": path, **is_not_trained})
 
 
 class LoRAConfig(Settings):

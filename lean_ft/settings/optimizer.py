@@ -59,6 +59,9 @@ class OptimizerConfig(Settings):
     stochastic_rounding: bool = False
     """Round updates of bfloat16 weights up or down at random, so that small updates are not lost."""
 
+    def for_adapter(self) -> dict[str, Any]:
+        return {"stochastic_rounding": False} if self.stochastic_rounding else {}  # an adapter is float32
+
 
 class ScheduleConfig(Settings):
     """The learning rate schedule."""

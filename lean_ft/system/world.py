@@ -8,7 +8,7 @@ work to a method of `world()`. The real world is the base class here and does th
 A recipe, also a copied and edited one, is planned as it is written, as long as it calls the library.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -35,9 +35,9 @@ class World:
         """Return what depends on the contents of files or on a user's code. A plan calls `instead`."""
         return contents()
 
-    def tokenizer(self, load: Callable[[], T], read_media: Callable[[Any], Any], path: Any, has_tower: bool) -> T:
-        """Load a tokenizer of the model `path`. A plan loads it on first use, since it may not need one, and reads how
-        a model with a tower prepares other parts than text from the model's folder (`read_media`)."""
+    def tokenizer(self, load: Callable[[], T], planned: Mapping[str, Callable[[], Any]]) -> T:
+        """Load a tokenizer. A plan loads it on first use, since it may not need one, and reads the attributes `planned`
+        without it: each function returns the value of one."""
         return load()
 
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:

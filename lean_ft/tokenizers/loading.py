@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from lean_ft.gguf.cache import names_gguf_file
-from lean_ft.hub.paths import resolve_model_path
+from lean_ft.hub.paths import planned_model_path, resolve_model_path
 from lean_ft.settings import ModelConfig
 from lean_ft.system.whole_files import read_json, read_text
 from lean_ft.system.world import world
@@ -54,7 +54,8 @@ def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = 
             path = _add_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
         else:
             path = path.path
-    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, has_tower), read_media, path, has_tower)
+    planned = {"media": lambda: read_media(planned_model_path(path)) if has_tower else ()}
+    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, has_tower), planned)
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

@@ -78,7 +78,9 @@ def test_generate_refuses(folder: Path, settings: list[str], message: str, monke
 def test_a_text_prompt_needs_no_tower(folder: Path, monkeypatch: pytest.MonkeyPatch, expected: Any):
     opened: list[str] = []
     module = recipe_module("generate")
-    monkeypatch.setattr(module, "open_model", lambda *given, **kw: opened.append(given[-1]) or open_model(*given, **kw))
+    monkeypatch.setattr(
+        module, "open_model", lambda *given, **kw: opened.append(given[0].images) or open_model(*given, **kw)
+    )
     assert (run("generate", folder, f"prompt={ASKED}"), opened) == ([expected()], ["none"])
 
 
