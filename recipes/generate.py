@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 from rich.progress import track
 
-from lean_ft.data.images import as_text
+from lean_ft.data.chats import content_as_text
 from lean_ft.generation import answers, is_text_alone, open_model, read_prompts, stream
 from lean_ft.settings import AskConfig, FilePath, Name
 from lean_ft.system.log import console, show
@@ -78,5 +78,7 @@ def main(cfg: Config) -> list[str]:
 
 
 def last_question(row: dict[str, Any]) -> str:
-    asked = row.get("messages", row.get("prompt"))
-    return asked if isinstance(asked, str) else [as_text(m["content"]) for m in asked if m["role"] != "assistant"][-1]
+    asked = row["messages"] if "messages" in row else row["prompt"]
+    if isinstance(asked, str):
+        return asked
+    return [content_as_text(message["content"]) for message in asked if message["role"] != "assistant"][-1]

@@ -151,6 +151,14 @@ def read_content(content: Any, message: dict[str, Any], where: str) -> str | lis
     return check_text(content, f"{where}: `content`")
 
 
+def content_as_text(content: Any) -> str:
+    """The content of a message for people, with the type in brackets for each part that is no text."""
+    if isinstance(content, str):
+        return content
+    parts = [read_part(part, "a message") for part in content or ()]
+    return "".join(part.get("text", f"[{part['type']}] ") for part in parts)
+
+
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise ValueError(f"{where}: `tool_calls` is {kind(calls)}; expected a list of calls.")

@@ -56,6 +56,7 @@ from lean_ft.tokenizers.passages import Passage, with_image_texts
 
 if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
+    from lean_ft.models import Decoder
 
 IMAGE_FIELDS = ("images", "image")
 IMAGE_ROW, POSITION_SHIFT = "image_row", "position_shift"  # columns of tokens
@@ -377,11 +378,6 @@ def _image_of_tokens(document: Document) -> np.ndarray:
     return np.where(rows > 0, np.searchsorted(ends, rows - 1, side="right"), -1)
 
 
-def as_text(content: Any) -> str:
-    """The content of a message for people, with `[image]` for each image."""
-    return content if isinstance(content, str) else "".join(part.get("text", "[image] ") for part in content or ())
-
-
 def has_images(document: Document) -> bool:
     return len(document.per_document.get("image_tiles", ())) > 0
 
@@ -407,6 +403,8 @@ class ImageKind(Kind):
     rules: ImageRules
     replaced: ClassVar[tuple[str, ...]] = (IMAGE_ROW,)
     unit: ClassVar[str] = "image"
+    reader: ClassVar[str] = "a vision tower"
+    counts: ClassVar[tuple[str, ...]] = ("images", "patches")
 
     @property
     def never_trained(self) -> frozenset[int]:
@@ -423,6 +421,9 @@ class ImageKind(Kind):
 
     def is_in(self, document: Document) -> bool:
         return has_images(document)
+
+    def is_read_by(self, model: Decoder) -> bool:
+        return model.vision is not None
 
     def next_cut(self, document: Document, place: int) -> int:
         """Behind the image whose tokens would be cut."""
@@ -482,7 +483,7 @@ class ImageKind(Kind):
     def inserts(self, document: Document) -> list[Insert]:
         """Each image that a document shows, with its size in pixels. Raises ValueError for one that cannot be
         opened."""
-        from lean_ft.images.reading import open_image, size_of, thumbnail
+        from lean_ft.images.reading import open_image, size_of, thumbnail_url
 
         image, references, shown = _image_of_tokens(document), references_of(document), []
         for number in np.unique(image[image >= 0]).tolist():
@@ -490,5 +491,5 @@ class ImageKind(Kind):
             with open_image(references[number]) as opened:
                 size = size_of(opened)
             text = f"[image {size.width}x{size.height}, {last + 1 - first:,} tokens]"
-            shown.append(Insert(first, last + 1, text, partial(thumbnail, references[number])))
+            shown.append(Insert(first, last + 1, text, partial(thumbnail_url, references[number])))
         return shown

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lean_ft.data.columns import Columns, Document
     from lean_ft.data.report import DataReport
     from lean_ft.images.rules import ImageRules
+    from lean_ft.models import Decoder
     from lean_ft.tokenizers import Tokenizer
     from lean_ft.tokenizers.passages import Passage
 
@@ -40,7 +41,7 @@ class Insert(NamedTuple):
     first: int  # token
     end: int
     text: str
-    picture: Callable[[], bytes] | None = None  # makes a small JPEG picture
+    picture: Callable[[], str] | None = None  # makes the data URL of a small picture
 
 
 class Kind:
@@ -50,6 +51,10 @@ class Kind:
     """Columns of tokens that the model gets only as `OfBatch.inputs`."""
     unit: ClassVar[str] = ""
     """What this kind adds to documents, for reports."""
+    reader: ClassVar[str] = ""
+    """The part of a model that reads it, for errors."""
+    counts: ClassVar[tuple[str, ...]] = ()
+    """Names of the metrics in `OfBatch.counts`."""
 
     @property
     def never_trained(self) -> frozenset[int]:
@@ -62,6 +67,10 @@ class Kind:
 
     def is_in(self, document: Document) -> bool:
         """Whether the document has anything of this kind. All documents of a run have its columns."""
+        raise NotImplementedError
+
+    def is_read_by(self, model: Decoder) -> bool:
+        """Whether the model has its reader."""
         raise NotImplementedError
 
     def next_cut(self, document: Document, place: int) -> int:
@@ -134,9 +143,9 @@ def prompt_media() -> tuple[PromptMedium, ...]:
     return (ImageMedium(),)
 
 
-def is_text(document: Document) -> bool:
-    """Whether a document has tokens of text alone, with or without the columns of kinds."""
-    return not any(kind.is_in(document) for kind in document.kinds)
+def kinds_in(document: Document) -> list[Kind]:
+    """The kinds of which a document has anything: none if it is a text, with or without the columns of kinds."""
+    return [kind for kind in document.kinds if kind.is_in(document)]
 
 
 def next_cut(document: Document, place: int) -> int:
@@ -151,6 +160,13 @@ def unit_that_is_cut(document: Document, kept: slice) -> str:
     none would."""
     cuts = (kept.start, kept.stop)
     return next((kind.unit for kind in document.kinds if any(kind.next_cut(document, i) != i for i in cuts)), "")
+
+
+def names_of_counts() -> tuple[str, ...]:
+    """Names of the metrics that any kind counts in batches."""
+    from lean_ft.data.images import ImageKind
+
+    return ImageKind.counts
 
 
 def kinds_of(rules: ImageRules | None) -> tuple[Kind, ...]:

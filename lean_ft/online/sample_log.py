@@ -4,7 +4,7 @@ import json
 from functools import partial
 from typing import Any
 
-from lean_ft.data.images import as_text
+from lean_ft.data.chats import content_as_text
 from lean_ft.online.rollouts import Rounds
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values
@@ -42,4 +42,4 @@ class SampleLog:
 
 
 def _asked(row: dict[str, Any]) -> str:
-    return row["prompt"] if isinstance(row["prompt"], str) else as_text(row["prompt"][-1]["content"])
+    return row["prompt"] if isinstance(row["prompt"], str) else content_as_text(row["prompt"][-1]["content"])
