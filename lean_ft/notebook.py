@@ -4,7 +4,6 @@ Settings are those of `leanft run`, with groups as dicts, and are validated by t
 to a file in the cache, named by a hash of its content.
 """
 
-import base64
 import hashlib
 import json
 import threading
@@ -177,33 +176,17 @@ def _rows(value: Any, key: str) -> Iterable[Any] | None:
     return value  # a datasets.Dataset, a generator
 
 
-def _image_url(value: Any) -> str:
-    """Return the bytes of an image, or an image of Pillow, as a data URL."""
-    if not isinstance(value, bytes) and not hasattr(value, "getexif"):
-        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    from lean_ft.images.reading import reference  # here, since texts do not need Pillow
-
-    encoded = reference(value, Path()).removeprefix(b"data:")
-    return f"data:image;base64,{base64.b64encode(encoded).decode()}"
-
-
 def _write_rows(rows: Iterable[Any], key: str) -> Path:
     """Write rows to a JSONL file in the cache, named by its content. Raises ValueError for a row that is not JSON."""
-    from lean_ft.data.arrow_rows import as_json, with_encoded_media
+    from lean_ft.data.arrow_rows import json_lines
     from lean_ft.system.cache import cache_folder  # imported here, because it imports numpy
 
     folder, digest = cache_folder(None) / "rows", hashlib.blake2b(digest_size=16)
-    convert = dict
-    if hasattr(rows, "features"):  # a datasets.Dataset has dates, images, and nulls for missing keys
-        convert, rows = as_json, with_encoded_media(rows)
     temporary = folder / f".rows.tmp-{threading.get_native_id()}"
     folder.mkdir(exist_ok=True)
     try:
         with temporary.open("wb") as file:
-            for row in rows:
-                line = (
-                    json.dumps(convert(row), ensure_ascii=False, allow_nan=False, default=_image_url).encode() + b"\n"
-                )
+            for line in json_lines(rows):
                 file.write(line)
                 digest.update(line)
         return temporary.replace(folder / f"{digest.hexdigest()}.jsonl")

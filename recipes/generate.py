@@ -78,5 +78,7 @@ def main(cfg: Config) -> list[str]:
 
 
 def last_question(row: dict[str, Any]) -> str:
-    asked = row.get("messages", row.get("prompt"))
-    return asked if isinstance(asked, str) else [as_text(m["content"]) for m in asked if m["role"] != "assistant"][-1]
+    asked = row["messages"] if "messages" in row else row["prompt"]
+    if isinstance(asked, str):
+        return asked
+    return [as_text(message["content"]) for message in asked if message["role"] != "assistant"][-1]

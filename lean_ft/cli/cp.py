@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug, RecipeOrPreset, run_command
-from lean_ft.settings.text import preset_recipe
+from lean_ft.settings.text import preset_recipe, preset_values
 from lean_ft.system import catalog
 
 
@@ -22,11 +22,15 @@ def cp(
     copied = source.file if isinstance(source, catalog.Alias) else source
     if copy.suffix != ".py":
         example = run_command(*([] if preset_recipe(copy) else ["RECIPE"]), "--config", copy, preset=copy)
-    else:  # name a preset of the recipe, preferably for the embedded model, and of texts
-        own = {n: file for n, file in catalog.presets().items() if preset_recipe(file) == copied.stem}
-        preset = min(own, key=lambda name: (not name.startswith("tiny/"), "images" in name), default=None)
+    else:  # name a preset of the recipe, preferably for the embedded model `tiny`
+        files = {n: file for n, file in catalog.presets().items() if preset_recipe(file) == copied.stem}
+
+        def is_other(name: str) -> bool:
+            return not name.startswith("tiny/") or preset_values(files[name]).get("model.path") != "tiny"
+
+        preset = min(files, key=is_other, default=None)
         example = (
-            run_command(copy, "--config", preset, preset=own[preset])
+            run_command(copy, "--config", preset, preset=files[preset])
             if preset
             else shlex.join(["leanft", "ls", str(copy)])
         )

@@ -1,6 +1,5 @@
 """`leanft data`: inspect training data before a run. Loads the tokenizer, never the weights."""
 
-import base64
 import io
 import json
 import re
@@ -58,7 +57,7 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 </html>
 """
 
-THUMBNAIL = "\ufdd2"  # around the base64 text of a small picture; rich writes texts alone
+THUMBNAIL = "\ufdd2"  # around the data URL of a small picture; rich writes texts alone
 DataOrRecipe = Annotated[
     str | None,
     typer.Argument(
@@ -184,8 +183,8 @@ def preview(
     console.print(Text(escaped(f"from {found.report}")))
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
-        picture = r'<img alt="" src="data:image/jpeg;base64,\1">'
-        written = re.sub(f"{THUMBNAIL}([A-Za-z0-9+/=]+){THUMBNAIL}", picture, page.export_html(code_format=PAGE))
+        picture = r'<img alt="" src="\1">'
+        written = re.sub(f"{THUMBNAIL}([\\w:;,+/=]+){THUMBNAIL}", picture, page.export_html(code_format=PAGE))
         html.write_text(written, encoding="utf-8")
         stdout().print(Text(escaped(f"wrote {html}: {len(found.rows)} rows from {found.report}")))
 
@@ -314,7 +313,7 @@ def _print_row(console: Console, number: int, row: Any, *, packed: bool) -> None
                 style = MASKED if not trained else REJECTED if document.is_rejected else TRAINED
                 text.append(visible(stretch.text), style=style + CONTROL if stretch.control else style)
                 if stretch.picture is not None and console.record:
-                    text.append(f"{THUMBNAIL}{base64.b64encode(stretch.picture()).decode()}{THUMBNAIL}")
+                    text.append(f"{THUMBNAIL}{stretch.picture()}{THUMBNAIL}")
             text.append(closing)
         console.print(text, soft_wrap=True)
         for name, value in document.columns.items():

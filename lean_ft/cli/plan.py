@@ -244,9 +244,8 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
         f"{rehearsal.num_parameters:,} parameters, {rehearsal.tokens:,} tokens a step, planned for {devices} "
         f"in {duration(seconds)}"
     )
-    if rehearsal.tower_bytes:
-        tower, patches = gibibytes(rehearsal.tower_bytes), counted(rehearsal.num_patches, "patches")
-        console.print(f"images: a vision tower of {tower}, and up to {patches} in a micro-batch")
+    for remark in rehearsal.remarks:
+        console.print(remark)
     each = "" if is_alone else " on each"
     console.print(Text(f"peak {gibibytes(rehearsal.peak_bytes)}{each}, {rehearsal.peak.where}", style="bold"))
     labels = sorted(rehearsal.peak.bytes_by_label.items(), key=lambda item: -item[1])

@@ -8,7 +8,7 @@ parts stay encoded bytes (`lean_ft.data.parts`). Other values that are not text 
 import contextlib
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lean_ft.data.parts import FEATURES, is_encoded
 from lean_ft.data.rows import Digest, Row, unpacked
 from lean_ft.data.splits import is_sliced, rows_of_split
 from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
+from lean_ft.images.forms import data_url
 from lean_ft.system.installation import install_command
 from lean_ft.system.whole_files import why_unusable
 
@@ -218,6 +219,16 @@ def as_json(fields: dict[str, Any]) -> dict[str, Any]:
     Raises ValueError for a map that has a name more than once.
     """
     return {name: _value_as_json(value, name) for name, value in fields.items()}
+
+
+def json_lines(rows: Iterable[Any]) -> Iterator[bytes]:
+    """Yield each row of a dataset or of mappings in memory as a line of JSON. Raises TypeError or ValueError for a
+    value that JSON cannot hold."""
+    convert = dict
+    if hasattr(rows, "features"):  # a datasets.Dataset has dates, encoded files, and nulls for missing keys
+        convert, rows = as_json, with_encoded_media(rows)
+    for row in rows:
+        yield json.dumps(convert(row), ensure_ascii=False, allow_nan=False, default=data_url).encode() + b"\n"
 
 
 def _value_as_json(value: Any, name: str) -> Any:

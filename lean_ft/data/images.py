@@ -58,6 +58,7 @@ from lean_ft.tokenizers.passages import Passage, Runs, with_part_texts
 
 if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
+    from lean_ft.models import Decoder
 
 IMAGE_ROW, POSITION_SHIFT = "image_row", "position_shift"  # columns of tokens
 OF_IMAGES = "image_"  # prefix of the columns of images
@@ -351,6 +352,8 @@ class ImageKind(Kind):
     rules: ImageRules
     replaced: ClassVar[tuple[str, ...]] = (IMAGE_ROW,)
     unit: ClassVar[str] = "image"
+    reader: ClassVar[str] = "a vision tower"
+    counts: ClassVar[tuple[str, ...]] = ("images", "patches")
 
     def measured(self, passage: Passage, folder: Path) -> Passage:
         images = [read_image(value, folder, self.rules) for value in passage.parts[self.unit]]
@@ -393,6 +396,9 @@ class ImageKind(Kind):
 
     def is_in(self, document: Document) -> bool:
         return has_images(document)
+
+    def is_read_by(self, model: Decoder) -> bool:
+        return model.vision is not None
 
     def next_cut(self, document: Document, place: int) -> int:
         """Behind the image whose tokens would be cut."""
@@ -452,7 +458,7 @@ class ImageKind(Kind):
     def inserts(self, document: Document) -> list[Insert]:
         """Each image that a document shows, with its size in pixels. Raises ValueError for one that cannot be
         opened."""
-        from lean_ft.images.reading import open_image, size_of, thumbnail
+        from lean_ft.images.reading import open_image, size_of, thumbnail_url
 
         image, references, shown = _image_of_tokens(document), references_of(document), []
         for number in np.unique(image[image >= 0]).tolist():
@@ -460,7 +466,7 @@ class ImageKind(Kind):
             with open_image(references[number]) as opened:
                 size = size_of(opened)
             text = f"[image {size.width}x{size.height}, {last + 1 - first:,} tokens]"
-            shown.append(Insert(first, last + 1, text, partial(thumbnail, references[number])))
+            shown.append(Insert(first, last + 1, text, partial(thumbnail_url, references[number])))
         return shown
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns, Document
     from lean_ft.data.report import DataReport
+    from lean_ft.models import Decoder
     from lean_ft.tokenizers import Passage, Tokenizer
 
 
@@ -39,7 +40,7 @@ class Insert(NamedTuple):
     first: int  # token
     end: int
     text: str
-    picture: Callable[[], bytes] | None = None  # makes a small JPEG picture
+    picture: Callable[[], str] | None = None  # makes the data URL of a small picture
 
 
 class Kind:
@@ -49,6 +50,10 @@ class Kind:
     """Columns of tokens that the model gets only as `OfBatch.inputs`."""
     unit: ClassVar[str] = ""
     """What this kind adds to documents, for reports. A content part of this type has it as its `unit`."""
+    reader: ClassVar[str] = ""
+    """The part of a model that reads it, for errors."""
+    counts: ClassVar[tuple[str, ...]] = ()
+    """Names of the metrics in `OfBatch.counts`."""
 
     @property
     def never_trained(self) -> frozenset[int]:
@@ -82,6 +87,10 @@ class Kind:
 
     def is_in(self, document: Document) -> bool:
         """Whether the document has anything of this kind. All documents of a run have its columns."""
+        raise NotImplementedError
+
+    def is_read_by(self, model: Decoder) -> bool:
+        """Whether the model has its reader."""
         raise NotImplementedError
 
     def next_cut(self, document: Document, place: int) -> int:
@@ -120,9 +129,9 @@ class Kind:
         return []
 
 
-def is_text(document: Document) -> bool:
-    """Whether a document has tokens of text alone, with or without the columns of kinds."""
-    return not any(kind.is_in(document) for kind in document.kinds)
+def kinds_in(document: Document) -> list[Kind]:
+    """The kinds of which a document has anything: none if it is a text, with or without the columns of kinds."""
+    return [kind for kind in document.kinds if kind.is_in(document)]
 
 
 def next_cut(document: Document, place: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given, refuse_part_keys
-from lean_ft.data.images import IMAGES
+from lean_ft.data.images import IMAGES, ImageKind
 from lean_ft.data.kinds import Kind
 from lean_ft.data.media import NOT_READ, UNREAD_MEDIA
 from lean_ft.data.part_types import Messages, PartType
@@ -21,7 +21,9 @@ from lean_ft.settings import RowsConfig
 from lean_ft.tokenizers import Passage, Tokenizer
 
 TYPES: tuple[PartType, ...] = (IMAGES,)
+KINDS: tuple[type[Kind], ...] = (ImageKind,)
 PART_FIELDS = tuple(name for part_type in TYPES for name in part_type.fields)
+COUNTS = tuple(name for kind in KINDS for name in kind.counts)  # metrics of batches
 FEATURES = frozenset(part_type.feature for part_type in TYPES)
 
 

@@ -32,8 +32,8 @@ class Stretch:
     trained: bool
     control: bool
     """Whether these are control tokens, such as eos."""
-    picture: Callable[[], bytes] | None = None
-    """Makes a small JPEG picture, if these tokens represent an image."""
+    picture: Callable[[], str] | None = None
+    """Makes the data URL of a small picture, if these tokens represent one."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.data.columns import Document
-from lean_ft.data.kinds import is_text
+from lean_ft.data.kinds import kinds_in
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.generation import longest_first
 from lean_ft.generation.decoding import Asked, as_document, padded_inputs
@@ -98,9 +98,8 @@ class JudgingModel:
                 f"{path} is a classifier of {self._model.config.num_scores} labels; a reward is one score."
             )
         self._model.requires_grad_(False).eval()
-        ids, own = range(asked_with.vocab_size), self._tokenizer
-        self._reads_tokens = all(own.token_text(i) == asked_with.token_text(i) for i in ids)
-        self._sees = self._reads_tokens and self._model.vision is not None
+        ids, tokenizer = range(asked_with.vocab_size), self._tokenizer
+        self._reads_tokens = all(tokenizer.token_text(i) == asked_with.token_text(i) for i in ids)
 
     def __call__(
         self,
@@ -109,10 +108,12 @@ class JudgingModel:
         documents: Sequence[Document],
         completion_ids: Sequence[list[int]],
     ) -> list[float]:
-        if not self._sees and not all(map(is_text, documents)):
-            raise ValueError(
-                "a reward model judges prompts with images only if it has a vision tower and the policy's tokenizer."
-            )
+        for kind in dict.fromkeys(kind for document in documents for kind in kinds_in(document)):
+            if not (self._reads_tokens and kind.is_read_by(self._model)):
+                raise ValueError(
+                    f"a reward model judges prompts with {kind.unit}s only if it has {kind.reader} and the policy's "
+                    "tokenizer."
+                )
         if self._reads_tokens:
             texts = [asked.continued(said) for asked, said in zip(documents, completion_ids, strict=True)]
         else:

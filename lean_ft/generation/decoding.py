@@ -33,7 +33,7 @@ from torch import Tensor
 from lean_ft.data.batch import OF_LAYOUT
 from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Document, identity
-from lean_ft.data.kinds import is_text, next_cut
+from lean_ft.data.kinds import kinds_in, next_cut
 from lean_ft.generation.choosing import RowKey, Sampling, choose
 from lean_ft.generation.compiled_layers import CompiledLayers
 from lean_ft.generation.step_graphs import StepGraphs, can_record, should_shrink
@@ -158,7 +158,7 @@ def as_document(prompt: Asked | Tensor) -> Document:
 def _identity(prompt: Asked) -> bytes:
     """The identity of a prompt. A text has the same one in runs with and without kinds of columns."""
     prompt = as_document(prompt)
-    return identity(prompt.ids) if is_text(prompt) else prompt.identity
+    return prompt.identity if kinds_in(prompt) else identity(prompt.ids)
 
 
 def sample_numbers(prompts: Sequence[Asked]) -> list[int]:

@@ -7,6 +7,7 @@ Left out: URLs, which are never fetched, and an EXIF orientation stored after th
 it takes as long as decoding the image.
 """
 
+import base64
 import errno
 import io
 import os
@@ -144,6 +145,11 @@ def thumbnail(reference: bytes, side: int = 160) -> bytes:
         small = Image.new("RGB", (side, side), "gray")
     small.save(file := io.BytesIO(), "JPEG")
     return file.getvalue()
+
+
+def thumbnail_url(reference: bytes) -> str:
+    """The data URL of an image's `thumbnail`."""
+    return f"data:image/jpeg;base64,{base64.b64encode(thumbnail(reference)).decode()}"
 
 
 def _whole_bytes(image: Image.Image) -> int:

@@ -34,8 +34,8 @@ class Rollout(Completion):
     counts: list[bool] = field(default_factory=list)  # whether a token is in the loss and its denominators
     uncertain: list[bool] = field(default_factory=list)  # with loss.entropy_share: whether its policy loss counts
     advantages: list[float] = field(default_factory=list)  # one per token, or one for all
-    # Whether the policy sampled a token that trains. Others are given, such as a tool's result, or belong to an image.
-    # Empty: all train.
+    # Whether the policy sampled a token that trains. Others are given, such as a tool's result, or a kind of columns
+    # never trains them. Empty: all train.
     trained: list[bool] = field(default_factory=list)
     episode: dict[str, Any] = field(default_factory=dict)  # of several turns: `Episode.summary`
     asked: list[int] = field(default_factory=list)  # the prompt's ids if an environment changed them
@@ -76,7 +76,7 @@ class Rollout(Completion):
         """Set generalized advantages and returns. The steps are the sampled tokens: the value before one of them
         follows the value before the last sampled one."""
         sampled = torch.tensor(self.trained)
-        if not sampled.any():  # it has only tokens around images
+        if not sampled.any():  # it has only tokens that are never trained
             self.advantages = self.returns = [0.0] * len(self.ids)
             return
         rewards = -kl_weight * torch.tensor(self.of_tokens(self.divergences))[sampled]

@@ -112,8 +112,8 @@ class Rounds(Generic[BatchT]):
     def sample(self, answer: Callable[[list[Prompt], int], list[Completion]], score: Rewards) -> None:
         """Fill the next round. `answer`: a `Sampler`, or, without `generation.ahead`, a function of prompts and a seed.
 
-        All sampled tokens of a completion are trained, except those around images, or none: without a reward, or if cut
-        with `loss.mask_truncated`.
+        All sampled tokens of a completion are trained, except those that a kind of columns never trains; or none:
+        without a reward, or if cut with `loss.mask_truncated`.
         """
         self._observer.sample(self, self._cfg, answer, partial(self._fill, answer, score))
 

@@ -29,7 +29,7 @@ def rehearse_generation(
     model: Decoder, prompts: Sequence[Document], capacity: int, packed_bytes: float, copies: int, *, is_cpu: bool
 ) -> None:
     """Run the cache, the prompts' pass, and the pass of the last token. Prompts are full of what their kinds of columns
-    add, such as images.
+    add.
 
     copies: of the cache, in which case rows that wait take the second.
     """

@@ -1,9 +1,8 @@
 """Rehearse one step of a real recipe on shapes, and count its memory and time.
 
 The recipe's `main` runs in the world of a plan (`lean_ft.plan.world`), on tensors without contents. The batch is the
-largest
-possible: every row has `data.max_length` tokens, and every token is a target. With images, it also has the most
-patches: each row is full of images.
+largest possible: every row has `data.max_length` tokens, every token is a target, and each row is full of what the
+run's kinds of columns add (`lean_ft.data.kinds`).
 
 With several devices, rank 0's step is simulated (`lean_ft.plan.ranks`).
 """
@@ -21,6 +20,7 @@ import torch
 
 from lean_ft.memory import wants_host_pool
 from lean_ft.models.attention.kernels import planned_attention
+from lean_ft.models.vision.describing import planned_towers
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.ranks import pretended_ranks
@@ -88,7 +88,8 @@ def _counted(trace: Trace, planned: PlannedWorld, planning_seconds: float) -> Re
         tokens=planned.num_tokens,
         num_parameters=planned.num_parameters,
         tower_bytes=planned.tower_bytes,
-        num_patches=planned.num_patches,
+        in_batch=dict(planned.in_batch),
+        remarks=planned_towers(planned.tower_bytes, planned.in_batch),
         pinned_bytes=trace.memory.pinned_bytes,
         timeline=trace.timeline,
         planning_seconds=planning_seconds,

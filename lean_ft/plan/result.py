@@ -48,12 +48,13 @@ class Rehearsal:
     sent_away_bytes: int = 0  # by each device, to other machines
     exchange_seconds: float = 0.0  # of communication that overlaps with computation
     tower_bytes: int = 0  # of the weights of vision towers
-    num_patches: int = 0  # of the images of a micro-batch
+    in_batch: dict[str, int] = field(default_factory=dict)  # what kinds of columns count in a micro-batch
+    remarks: list[str] = field(default_factory=list)  # lines about parts of the models
     ledger: dict[tuple[str, str], Launches] = field(default_factory=dict, repr=False)  # by module and operation
     slow_paths: list[str] = field(
         default_factory=list
     )  # operations without their kernels: which, why, and what would mend it
-    model_files: list[str] = field(default_factory=list, repr=False)  # config.json and settings of images of each model
+    model_files: list[str] = field(default_factory=list, repr=False)  # of configs and processors of all models
 
     @property
     def tokens_per_second(self) -> float:

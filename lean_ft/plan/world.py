@@ -57,7 +57,8 @@ class PlannedWorld(World):
         self.trace, self.num_sharing = trace, num_sharing
         self.observer = PlannedStep(trace, lambda largest, n: LargestBatches(self, largest).take(n), takes_step)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.num_tokens = self.num_parameters = self.tower_bytes = self.num_patches = 0
+        self.num_tokens = self.num_parameters = self.tower_bytes = 0
+        self.in_batch: Mapping[str, int] = {}
         self.model_files: list[str] = []
         cpu = torch.device("cpu")
         self._memory_bytes = memory_bytes(cpu) if trace.device.is_cpu else trace.device.memory_bytes
@@ -183,7 +184,7 @@ class LargestBatches:
             batches = [largest.mapped(torch.zeros_like) for _ in range(min(own, 2))]
         trace.time.longest_document = int(largest.inputs["positions"].max()) + 1
         self._world.num_tokens = n * batches[0].num_tokens
-        self._world.num_patches = largest.counted.get("patches", 0)
+        self._world.in_batch = largest.counted
         return _Standing(batches, own, trace.time)
 
 

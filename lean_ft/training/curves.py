@@ -30,7 +30,7 @@ _LAST = {
     "tokens_per_second": "tokens a second",
 }
 _COUNTS = {"step", "epoch", "tokens", "target_tokens", "target_tokens_per_second", "step_seconds", "skipped"}
-_COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes", "images", "patches"}
+_COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes"}
 _SMOOTHED_POINTS = 40  # a panel with a longer curve shows pale curves with means on top
 _SIDE = 1 / 40  # of the longest run: a mean is over the steps that are at most so far away, in all runs
 _MOST_MEANS = 500  # points of a bold curve
@@ -240,11 +240,13 @@ def _metrics(curves: list[Curves]) -> dict[str, str]:
     """Metric of any run -> title of its panel, in the order of the panels. A held-out metric is in the panel of its
     training
     metric, unless there is none: eval_macro_f1."""
+    from lean_ft.data.parts import COUNTS  # here, since it loads torch
+
     found = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
     found |= dict.fromkeys(["memory"] if "peak_memory_bytes" in found else [])
     alone = [name for name in found if not (name.startswith("eval_") and name[5:] in found)]
     known = HEADLINES | _LAST
-    order = [*HEADLINES, *sorted(set(alone) - known.keys() - _COUNTS), *_LAST]
+    order = [*HEADLINES, *sorted(set(alone) - known.keys() - {*_COUNTS, *COUNTS}), *_LAST]
     titles = {name: known.get(name, name.replace("eval_", "held-out ").replace("_", " ")) for name in order}
     return {name: title for name, title in titles.items() if name in alone}
 

@@ -68,6 +68,6 @@ def test_a_frozen_tower_adds_its_weights_and_no_activations_to_a_full_runs_peak(
     folder = "tiny-images" if preset.startswith("tiny") else file.parent
     tower = load_model(folder, device="meta", random_init=True, images="frozen").vision
     assert with_images.tower_bytes == sum(parameter.nbytes for parameter in tower.to("meta").bfloat16().parameters())
-    assert with_images.num_patches == num_patches
+    assert with_images.in_batch["patches"] == num_patches
     grown = with_images.peak_bytes - without.peak_bytes
     assert with_images.tower_bytes <= grown < with_images.tower_bytes + pixel_bytes
