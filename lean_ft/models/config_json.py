@@ -14,8 +14,9 @@ from typing import Any
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer
+from lean_ft.models.moe import Router
 from lean_ft.models.own_families import naming_row, remedy
-from lean_ft.models.rope_settings import head_dim_of
+from lean_ft.models.rope_settings import head_dim_of, num_kv_heads_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import MAX_LAYERS, ConfigFields, listed
 
@@ -53,8 +54,8 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
 
 _OLD_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
 _MLP_TYPES = ("mlp", "moe")  # layer types of feed-forward layers in families with one part per layer
-# The field with the window's size and the fact of LayerConfig that it sets, by layer type.
-_WINDOWS = {"sliding_attention": ("sliding_window", "window"), "chunked_attention": ("attention_chunk_size", "chunk")}
+# The field with the size of a window or chunk, by layer type.
+_WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 _GLM4V = {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "head_dim": None}
 _QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
@@ -291,13 +292,12 @@ def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> De
     fields = ConfigFields(config, {**_DEFAULTS, **family.defaults}, where)
 
     num_heads = fields.count("num_attention_heads")
-    has_kv_heads = fields.get("num_key_value_heads") is not None
     facts: dict[str, Any] = {
         "vocab_size": fields.count("vocab_size"),
         "hidden_size": fields.count("hidden_size"),
         "intermediate_size": fields.count("intermediate_size"),
         "num_heads": num_heads,
-        "num_kv_heads": fields.count("num_key_value_heads") if has_kv_heads else num_heads,
+        "num_kv_heads": num_kv_heads_of(fields),
         "head_dim": head_dim_of(fields),
         "layers": _layers(fields, family),
         "max_positions": fields.count("max_position_embeddings"),
@@ -330,21 +330,20 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
         return None
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
     num_experts, per_token, num_groups = mixture.num_experts, mixture.experts_per_token, mixture.num_groups
+    scores_per_group = getattr(family.parts.router, "scores_per_group", Router.scores_per_group)
     if per_token > num_experts:
         raise fields.wrong("num_experts_per_tok", f"at most {num_experts}")
     if (
         num_experts % num_groups
         or mixture.groups_per_token > num_groups
-        or (num_groups > 1 and num_experts < mixture.scores_per_group * num_groups)
+        or (num_groups > 1 and num_experts < scores_per_group * num_groups)
         or per_token > mixture.groups_per_token * num_experts // num_groups
     ):
         raise ValueError(
             f"{fields.where}: {num_experts} experts are in {num_groups} groups (n_group), and a token uses {per_token} "
             f"experts of {mixture.groups_per_token} groups (topk_group); expected groups of equal size, of at least "
-            f"{mixture.scores_per_group} experts, with enough experts for a token."
+            f"{scores_per_group} experts, with enough experts for a token."
         )
-    if mixture.gate_scale != 1.0 and mixture.activation != "silu":
-        raise fields.wrong(family.activation_field, "'silu', the only activation of this family's experts")
     return mixture
 
 
@@ -365,7 +364,7 @@ def _layers(fields: ConfigFields, family: Family) -> tuple[LayerConfig, ...]:
         if windowed != by_family and not family.reads_layer_types:
             expected = "every" if any(by_family) else "no"
             raise ValueError(f"{has}; expected {expected} layer with a sliding window in this family.")
-    window_field, fact = _WINDOWS[family.window_kind]
+    window_field = _WINDOW_FIELDS[family.window_kind]
     if family.has_window is not no_layer:
         fields.get(window_field)  # supported even if no layer uses it
     window = fields.count(window_field) if any(windowed) else None
@@ -373,19 +372,18 @@ def _layers(fields: ConfigFields, family: Family) -> tuple[LayerConfig, ...]:
     mixers = {kind: family.mixers[kind](fields) for kind in dict.fromkeys(kinds) if kind in family.mixers}
 
     def layer_of(layer: int, kind: str, is_windowed: bool) -> LayerConfig:
-        facts = family.layer_facts(fields, windowed, layer)
+        facts = dict(family.layer_facts(fields, windowed, layer))
         has_attention = kind == "hybrid" or kind not in (*mixers, *_MLP_TYPES)
         has_mixture = kind == "moe" if family.one_part_per_layer else family.has_mixture(fields, layer)
         rope = family.rope(fields, layer, is_windowed) if has_attention else None
-        if rope is not None and facts.get("head_dim") is not None:
-            rope = replace(rope, head_dim=facts["head_dim"])
+        if family.one_part_per_layer and kind not in _MLP_TYPES:
+            facts["intermediate_size"] = 0
         return LayerConfig(
             rope,
             mixer=mixers.get(kind),
             has_attention=has_attention,
-            has_mlp=not family.one_part_per_layer or kind in _MLP_TYPES,
             mixture=mixture if has_mixture else None,
-            **({fact: window} if is_windowed else {}),
+            window=window if is_windowed and family.window_kind == "sliding_attention" else None,
             **facts,
         )
 

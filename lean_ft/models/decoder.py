@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.images.batch import Images
-from lean_ft.models.attention.attention import KeysAndValues, Sight
+from lean_ft.models.attention.attention import Attention, KeysAndValues, Sight
 from lean_ft.models.block import Pass
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
@@ -51,8 +51,8 @@ class Decoder(nn.Module):
             self.score = nn.Linear(config.hidden_size, config.num_scores, bias=False)
         elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
-        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
-        self.rotary = {rope: (config.parts.rotary or RotaryEmbedding).of(config, rope) for rope in ropes}
+        rotary = config.parts.rotary or RotaryEmbedding
+        self.rotary = {rotation: rotary.of(config, *rotation) for rotation in config.rotations}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
         self.source, self.sharding = Source(), Sharding()
         self.mixture = config.mixture
@@ -62,6 +62,11 @@ class Decoder(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         return self.model.layers
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a layer attends within chunks of positions."""
+        return any(isinstance(module, Attention) and module.scoring.chunk for module in self.modules())
 
     @property
     def head(self) -> nn.Linear | None:
@@ -180,16 +185,17 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
         images: Images | None,
-    ) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
+    ) -> dict[tuple[RopeConfig, int] | None, tuple[Tensor | None, Tensor | None]]:
         """cos and sin (B or 1, T, rotated features) of each kind of rotation in the model."""
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
         vision = self.config.vision
-        if images is not None and vision is not None and any(rope.axes for rope in self.rotary):
+        if images is not None and vision is not None and any(rope.axes for rope, _ in self.rotary):
             positions = on_axes(positions, images, vision.merge)
         if self.sharding.row_tokens is not None and cache is None:
             positions = self.sharding.row_tokens.of_attention(positions)
             text_lengths = None if text_lengths is None else self.sharding.row_tokens.of_attention(text_lengths)
-        return {rope: rotary(positions, dtype, text_lengths) for rope, rotary in self.rotary.items()}
+        rotations = {rotation: rotary(positions, dtype, text_lengths) for rotation, rotary in self.rotary.items()}
+        return {None: (None, None), **rotations}
 
     def _through_layers(
         self,
@@ -215,10 +221,10 @@ class Decoder(nn.Module):
         hidden, inputs = self.model.into_layers(hidden, input_ids)
         keys_and_values: dict[int, KeysAndValues | None] = {}
         for i, layer in enumerate(self.model.layers):
-            rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
-            cos, sin = (None, None) if rope is None else rotations[rope]
+            kv_from_layer = self.config.layers[i].kv_from_layer
             context = Pass(
-                *(cos, sin, cu_seqlens),
+                *rotations[self.config.rotation_of(i)],
+                cu_seqlens,
                 cache=(None, None) if cache is None else cache.layer(i),
                 sight=wider if self.config.sees_images(i) else sight,
                 shared=None if kv_from_layer is None else keys_and_values[kv_from_layer],
@@ -253,7 +259,7 @@ class Decoder(nn.Module):
         one document."""
         if cache is not None:
             return cache.next_lengths[:, None]
-        if not any(rope.depends_on_length for rope in self.rotary):
+        if not any(rope.depends_on_length for rope, _ in self.rotary):
             return None
         if cu_seqlens is None:
             is_whole_row = self.sharding.row_tokens is None

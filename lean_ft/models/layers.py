@@ -110,12 +110,13 @@ class PlainNorm(nn.Module):
 def residual_norm(config: DecoderConfig) -> nn.Module:
     """A norm of the residual stream."""
     eps, offset = config.norm_eps, config.norm_weight_offset
-    if not config.norm_weights:
+    if config.norm_parameters == "none":
         return PlainNorm(eps, config.norm_centered)
+    has_bias = config.norm_parameters == "weight_and_bias"
     if config.norm_centered and not offset:
-        return nn.LayerNorm(config.hidden_size, eps, bias=config.norm_bias)
+        return nn.LayerNorm(config.hidden_size, eps, bias=has_bias)
     if config.norm_centered:
-        return LayerNorm(config.hidden_size, eps, config.norm_bias, offset)
+        return LayerNorm(config.hidden_size, eps, has_bias, offset)
     return RMSNorm(config.hidden_size, eps, offset)
 
 

@@ -166,3 +166,9 @@ def head_dim_of(fields: ConfigFields) -> int:
     if head_dim % 2:
         raise ValueError(f"{fields.where}: head_dim is {head_dim}; rotary embeddings need an even number.")
     return head_dim
+
+
+def num_kv_heads_of(fields: ConfigFields) -> int:
+    """Key-value heads: the field num_key_value_heads, or as many as query heads."""
+    has_field = fields.get("num_key_value_heads") is not None
+    return fields.count("num_key_value_heads" if has_field else "num_attention_heads")

@@ -52,7 +52,7 @@ class ExpertRanks:
         counts = torch.stack((sent, come)).view(2, size, own).sum(-1)
         send, receive = self.ranks.row_counts(counts, len(order))
         rows = tokens.index_select(0, order // per_token)  # (M, D)
-        if experts.config.scales_input:
+        if experts.formula.scales_input:
             rows, weights = (rows * weights.flatten()[order, None]).to(rows.dtype), torch.ones_like(weights)
         rows = all_to_all(rows, receive, send, group.group_name)  # (L, D)
         expert = torch.arange(own, device=rows.device).repeat(size)

@@ -135,7 +135,7 @@ def test_boundaries_of_another_batch_are_refused(make_checkpoint):
 def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpoint):
     model = load_model(make_checkpoint("llama")[0], dtype=torch.bfloat16)
     hidden = torch.randn(1, 256, 48, dtype=torch.bfloat16, requires_grad=True)
-    cos, sin = model.rotary[model.config.layers[0].rope](torch.arange(256)[None], torch.bfloat16)
+    cos, sin = model.rotary[model.config.rotations[0]](torch.arange(256)[None], torch.bfloat16)
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from lean_ft.models.families.family import Family, no_layer
 from lean_ft.models.families.gemma import GEMMA
 from lean_ft.models.families.gemma3n import GEMMA3N
 from lean_ft.models.families.gemma4 import GEMMA4
+from lean_ft.models.families.gpt_oss import GPT_OSS
 from lean_ft.models.families.hybrids import HYBRIDS
 from lean_ft.models.families.latent import LATENT
 from lean_ft.models.families.layer_norm import LAYER_NORM
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     **GEMMA3N,
     **GEMMA4,
     **MIXTURES,
+    **GPT_OSS,
     **PHIMOE,
     **LLAMA4,
     **CORRECTED_MIXTURES,

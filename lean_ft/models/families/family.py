@@ -100,7 +100,7 @@ class Family:
     rope: Callable[[ConfigFields, int, bool], RopeConfig | None] = lambda fields, layer, is_windowed: rope_config(
         fields
     )
-    # The layer type with a window; "chunked_attention" has chunks instead of windows.
+    # The layer type with a window; "chunked_attention" has chunks, whose size the family's own facts have.
     window_kind: str = "sliding_attention"
     # Whether `layer_types` of config.json decides which layers have a window.
     reads_layer_types: bool = False

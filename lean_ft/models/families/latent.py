@@ -3,10 +3,11 @@
 import math
 from typing import Any
 
-from lean_ft.models.config import LatentConfig
+from lean_ft.models.config import FamilyParts, LatentConfig
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, number
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, all_layers_but_the_first
+from lean_ft.models.moe import Router
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
 from lean_ft.system.config_fields import ConfigFields
@@ -79,6 +80,10 @@ def _initializer_range(fields: ConfigFields) -> float:
     return fields.positive("initializer_range")
 
 
+class DeepseekV2Router(Router):
+    scores_per_group = 1
+
+
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -114,11 +119,11 @@ LATENT: dict[str, Family] = {
         },
     ),
     "deepseek_v2": Family(
-        scores_as="DeepseekV2", facts=_LATENT,
+        scores_as="DeepseekV2", facts=_LATENT, parts=FamilyParts(router=DeepseekV2Router, splits=True),
         rope=lambda fields, layer, is_windowed: rope_config(fields, interleaved=True, in_float32=True),
         mixture={
             **CORRECTED_MIXTURE, "weights_sum_to_one": _never_normalized, "score": "softmax",
-            "has_score_correction": False, "num_groups": _num_groups, "scores_per_group": 1,
+            "has_score_correction": False, "num_groups": _num_groups,
             "groups_per_token": lambda fields: fields.count("topk_group") if _num_groups(fields) > 1 else 1,
         },
         has_mixture=all_layers_but_the_first, on_disk=EXPERTS_ON_DISK,

@@ -136,8 +136,7 @@ MAMBA: dict[str, Family] = {
         rope=lambda fields, layer, is_windowed: None, activation_field="mlp_hidden_act",
         activations={"relu2": "relu2"}, norm_eps_field="layer_norm_epsilon",
         mixture={
-            **CORRECTED_MIXTURE, "gated": False,
-            "shared_intermediate_size": count("moe_shared_expert_intermediate_size"),
+            **CORRECTED_MIXTURE, "shared_intermediate_size": count("moe_shared_expert_intermediate_size"),
         },
         on_disk={
             "mlp.experts.gate_up_proj": ("mixer.experts.*.up_proj.weight",),

@@ -1,5 +1,5 @@
-"""MiMo-V2-Flash: values of fewer features than keys, multiplied by a number, and other numbers of heads in layers with
-a window.
+"""MiMo-V2-Flash: values of fewer features than keys, multiplied by a number, and other numbers of heads, and sinks, in
+layers with a window.
 
 Shapes: B batch, T tokens of a row, H heads.
 """
@@ -30,6 +30,8 @@ class MimoAttention(Attention):
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
         self.value_multiplier: float = config.own.value_multiplier
+        if config.layers[layer_index].window is None:
+            self.sinks = None
 
     def features_of_values(self, config: DecoderConfig) -> int:
         return config.own.value_dim
@@ -61,9 +63,9 @@ def _own(fields: ConfigFields) -> Mimo:
 
 
 def _window_heads(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
-    """Only layers with a window have sinks, and twice the keys."""
-    factor = 2 if is_windowed[layer] else 1
-    return {"num_kv_heads": factor * fields.count("num_key_value_heads"), "has_sinks": is_windowed[layer]}
+    """Layers with a window have twice the keys."""
+    shape = 2 * fields.count("num_key_value_heads"), fields.count("head_dim")
+    return {"kv_shape": shape} if is_windowed[layer] else {}
 
 
 # The layers have kinds, and each kind has its own rotation.

@@ -75,7 +75,7 @@ def _opt_bias(fields: ConfigFields) -> bool:
 # A table: related fields share a line.
 # fmt: off
 _BY_HEAD = ("head_dim", "num_key_value_heads")
-_LAYER_NORM = {"norm_centered": True, "norm_bias": True, "gated": False}
+_LAYER_NORM = {"norm_centered": True, "norm_parameters": "weight_and_bias", "gated": False}
 _EVERY_BIAS: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 _MLP_ON_DISK = {"mlp.up_proj": ("mlp.dense_h_to_4h",), "mlp.down_proj": ("mlp.dense_4h_to_h",)}
 _GPT_ON_DISK = {
