@@ -33,7 +33,8 @@ _COHERE_DEFAULTS = {
     "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True,
 }
 _WITHOUT_GATE = {
-    **ATTENTION_BIAS, "mlp_bias": flag("mlp_bias"), "norm_centered": True, "norm_parameters": "weight_and_bias", "gated": False,
+    **ATTENTION_BIAS, "mlp_bias": flag("mlp_bias"), "norm_centered": True, "norm_parameters": "weight_and_bias",
+    "gated": False,
 }
 
 LAYER_NORM: dict[str, Family] = {

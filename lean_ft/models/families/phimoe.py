@@ -101,7 +101,8 @@ def _two_experts_per_token(fields: ConfigFields) -> int:
 # fmt: off
 PHIMOE: dict[str, Family] = {
     "phimoe": Family(
-        scores_as="Phimoe", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_parameters": "weight_and_bias", "head_bias": _head_bias},
+        scores_as="Phimoe",
+        facts={**ATTENTION_BIAS, "norm_centered": True, "norm_parameters": "weight_and_bias", "head_bias": _head_bias},
         parts=FamilyParts(router=Sparsemixer, rotary=TwoScales, splits=True), own=_own,
         has_window=every_layer, rope=_rope,
         mixture={
