@@ -189,7 +189,7 @@ def divisors_of(config: "DecoderConfig") -> dict[str, Tensor]:
     """The tensors by which llama.cpp divides rotary frequencies."""
     rope, _ = ropes(config)
     if rope.scaling in ("llama3", "proportional"):
-        size = rope.head_dim or config.head_dim
+        size = next(head_dim for other, head_dim in config.rotations if other == rope)
         plain, scaled = (SCALINGS[scaling](rope, size) for scaling in ("default", rope.scaling))
         return {"rope_freqs.weight": (plain / scaled).clamp(max=_STANDSTILL)}
     lengths = {"long": rope.long_factors, "short": rope.short_factors} if rope.scaling == "longrope" else {}

@@ -220,11 +220,6 @@ class DecoderConfig:
     parts: FamilyParts = FamilyParts()
     own: Any = None  # the facts of one family, a frozen dataclass in its file, for `parts` alone
 
-    def sees_images(self, layer: int) -> bool:
-        """Whether the tokens of an image see each other in a layer, also later ones."""
-        sees = "never" if self.vision is None else self.vision.sees_image
-        return sees == "always" or (sees == "in_windows" and self.layers[layer].window is not None)
-
     @property
     def num_layers(self) -> int:
         return len(self.layers)
