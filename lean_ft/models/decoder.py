@@ -140,8 +140,8 @@ class Decoder(nn.Module):
         cu_seqlens and prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be
         sharded.
 
-        Raises ValueError for invalid combinations of these arguments, for inputs that the model does not read, and for a
-        cache that is full.
+        Raises ValueError for invalid combinations of these arguments, for inputs that the model does not read, and for
+        a cache that is full.
         """
         tokens = self.sharding.row_tokens if cache is None else None
         if tokens is not None and positions is None:
