@@ -138,7 +138,7 @@ def test_inputs_that_the_model_does_not_read_are_refused(make_checkpoint):
     assert torch.equal(model(ids, images=None), model(ids))
     with pytest.raises(ValueError, match="images are not supported: the model was loaded without its vision tower"):
         model(ids, images=Images(ids, (), ids[0], ids[0]))
-    with pytest.raises(ValueError, match="the decoder has no input postions. Did you mean positions"):
+    with pytest.raises(ValueError, match="the decoder has no input postions. Did you mean 'positions'"):
         model(ids, postions=ids)
 
 

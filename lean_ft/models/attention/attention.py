@@ -77,8 +77,9 @@ class Sight(NamedTuple):
         keys = torch.arange(num_tokens + num_prefix_tokens, dtype=torch.int32, device=bounds.device)
         document = torch.bucketize(keys, key_cu_seqlens, right=True) - 1
         nth = keys - key_cu_seqlens[document]
-        own = cu_seqlens[document] + nth - before[document]
-        return cls(bounds, torch.where(nth < before[document], begins[document] + nth, own), key_cu_seqlens)
+        in_document = cu_seqlens[document] + nth - before[document]
+        index = torch.where(nth < before[document], begins[document] + nth, in_document)
+        return cls(bounds, index, key_cu_seqlens)
 
 
 KeysAndValues = tuple[Tensor, Tensor]

@@ -124,8 +124,8 @@ class Gemma4Block(BlockWithInput):
         assert self.mlp is not None
         after_mlp, before_experts, after_experts = _BESIDE_MLP
         added = self.mlp(read)
-        others = () if recorded is None else (recorded,)
-        mixed, *routes = self.mixture(self.normed(before_experts, hidden), hidden, *others)
+        recorded_experts = () if recorded is None else (recorded,)
+        mixed, *routes = self.mixture(self.normed(before_experts, hidden), hidden, *recorded_experts)
         return self.normed(after_mlp, added) + self.normed(after_experts, mixed), tuple(routes)
 
 
@@ -155,8 +155,8 @@ class NormedRouter(nn.Module):
 
 def _all_but_every_sixth_and_the_last(fields: ConfigFields, layer: int) -> bool:
     last = fields.count("num_hidden_layers") - 1
-    kinds = fields.get("layer_types")
-    if isinstance(kinds, list) and kinds[-1:] == ["sliding_attention"]:
+    layer_types = fields.get("layer_types")
+    if isinstance(layer_types, list) and layer_types[-1:] == ["sliding_attention"]:
         raise ValueError(
             f"{fields.where}: layer_types ends with sliding_attention; expected full_attention, which transformers "
             "always uses for the last layer."

@@ -33,9 +33,9 @@ def _yarn_scale(fields: ConfigFields) -> float:
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
         return scale
-    own = fields.object(key)
-    factor = own.positive("factor")
-    return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
+    rope_fields = fields.object(key)
+    factor = rope_fields.positive("factor")
+    return scale * (1.0 if factor <= 1 else 0.1 * rope_fields.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
 def _rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -50,16 +50,16 @@ def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bo
     rotated, plain = fields.count("qk_rope_head_dim"), fields.count("qk_nope_head_dim")
     if fields.get("head_dim") is not None:
         fields.expect("the sum of qk_nope_head_dim and qk_rope_head_dim", head_dim=plain + rotated)
-    own = fields.object(key, partial_rotary_factor=rotated / (plain + rotated), llama_4_scaling_beta=0.0)
-    if abs(own.positive("partial_rotary_factor") * (plain + rotated) - rotated) > 1e-3:
-        raise own.wrong("partial_rotary_factor", "the share of qk_rope_head_dim in all features of a head")
-    growth = own.positive("llama_4_scaling_beta", or_0=True)
+    rope_fields = fields.object(key, partial_rotary_factor=rotated / (plain + rotated), llama_4_scaling_beta=0.0)
+    if abs(rope_fields.positive("partial_rotary_factor") * (plain + rotated) - rotated) > 1e-3:
+        raise rope_fields.wrong("partial_rotary_factor", "the share of qk_rope_head_dim in all features of a head")
+    growth = rope_fields.positive("llama_4_scaling_beta", or_0=True)
     facts: dict[str, Any] = (
-        {"query_growth": growth, "query_growth_positions": own.positive(_ORIGINAL)} if growth else {}
+        {"query_growth": growth, "query_growth_positions": rope_fields.positive(_ORIGINAL)} if growth else {}
     )
     dropped = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings")
-    known = {name: value for name, value in settings.items() if name not in dropped}
-    return rope_config(fields, settings=known, key=key, interleaved=fields.flag("rope_interleave"), **facts)
+    kept = {name: value for name, value in settings.items() if name not in dropped}
+    return rope_config(fields, settings=kept, key=key, interleaved=fields.flag("rope_interleave"), **facts)
 
 
 def _num_groups(fields: ConfigFields) -> int:

@@ -58,10 +58,10 @@ def sparse_layers(fields: ConfigFields, layer: int) -> bool:
     """Those that `mlp_layer_types` lists; without it, all but the first."""
     if fields.get("mlp_layer_types") is None:
         return all_layers_but_the_first(fields, layer)
-    kind = fields.of_each_layer("mlp_layer_types")[layer]
-    if kind not in ("dense", "sparse"):
+    layer_type = fields.of_each_layer("mlp_layer_types")[layer]
+    if layer_type not in ("dense", "sparse"):
         raise fields.wrong("mlp_layer_types", "dense or sparse for each layer")
-    return kind == "sparse"
+    return layer_type == "sparse"
 
 
 def _between_full_layers(fields: ConfigFields, layer: int) -> bool:

@@ -22,7 +22,7 @@ def spelled(
 
     def preprocessed(config: Mapping[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in config.items() if name not in ignored}
-        return kept | {usual: kept[own] for own, usual in spellings.items() if kept.get(own) is not None}
+        return kept | {usual: kept[name] for name, usual in spellings.items() if kept.get(name) is not None}
 
     return preprocessed
 
