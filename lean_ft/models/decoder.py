@@ -133,8 +133,8 @@ class Decoder(nn.Module):
             recorded_experts: (B, T, choices) integers, the experts that a cache recorded for the tokens
                 (`KVCache.experts`). They replace the routers' choices; their weights are those of the present logits.
                 0: the router chooses.
-            inputs: what stands for some of the tokens, in a model that reads it: those of images are in
-                `lean_ft.models.vision.inserts`. None is absent.
+            inputs: what some tokens stand for, by name. A model with a vision tower reads the inputs of
+                `lean_ft.models.vision.inserts`. An input of None is absent.
 
         If ranks share a row, input_ids, is_token and the result are this rank's tokens; positions (required),
         cu_seqlens and prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be

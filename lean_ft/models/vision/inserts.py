@@ -1,4 +1,8 @@
-"""What images change in a forward pass of the decoder.
+"""What images change in a forward pass of the decoder. Its inputs:
+
+| images         | `Images`, whose embeddings replace those of image tokens                                           |
+| position_shift | (B, T) int32, what the rotary position of each token adds to its position, in families in which an |
+|                | image takes fewer positions than tokens; an image's tokens get the image's first position          |
 
 Shapes: B batch, T tokens of a row, D hidden size.
 """
@@ -57,15 +61,16 @@ class ImageInserts(Inserts):
 
 
 class _Shifted(Inserts):
-    """Positions behind images that are in the cache or in other rows."""
+    """Positions of text behind images, in a pass without images."""
 
     def __init__(self, position_shift: Tensor | None) -> None:
         self.position_shift = position_shift
 
 
 def inserts_of(model: "Decoder", inputs: Mapping[str, Any], device: torch.device, shares_rows: bool) -> Inserts:
-    """The inserts of a forward pass with these further inputs; those of None are absent. shares_rows: ranks share each
-    row.
+    """The inserts of a forward pass with these inputs, of which those of None are absent.
+
+    device: of the tokens. shares_rows: ranks share each row, whose images none of them can place.
 
     Raises ValueError for an input that the model does not read.
     """
