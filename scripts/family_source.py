@@ -30,7 +30,18 @@ FILES = (
     "latent",
     "unusual_attention",
 )
-FILES += ("hybrids", "mamba", "gemma4", "gemma3n", "llama4", "nanochat", "phimoe", "falcon_h1", "mimo_v2_flash")
+FILES += (
+    "hybrids",
+    "mamba",
+    "gemma4",
+    "gemma3n",
+    "llama4",
+    "nanochat",
+    "gpt_oss",
+    "phimoe",
+    "falcon_h1",
+    "mimo_v2_flash",
+)
 MODULES = {file: import_module(f"lean_ft.models.families.{file}") for file in FILES}
 # Fields of a row that the search takes whole from another row.
 WHOLE_FIELDS = ("has_window", "rope", "layer_facts", "reads_layer_types", "activation_field", "activations")

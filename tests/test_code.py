@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lean_ft
+from scripts.family_facts import families_of_facts
 
 PACKAGE = Path(lean_ft.__file__).parent
 
@@ -44,6 +45,19 @@ def test_public_functions_of_losses_and_optimizers_have_types_without_any() -> N
             vague += [f"{file.name}: {node.name}({signature})"] if re.search(r"\bAny\b", signature) else []
     assert functions > 150
     assert not vague, "\n".join(vague)
+
+
+# Facts that fewer than three families use.
+RARE_FACTS = {
+    "LayerConfig.kv_from_layer",  # Gemma 3n and 4: the decoder passes keys on, and caches have none for such a layer
+}
+
+
+def test_facts_that_all_families_share_serve_at_least_three() -> None:
+    """Others belong in the family's file, as `parts` and `own`."""
+    families = families_of_facts()
+    assert len(families) > 60
+    assert {name for name, users in families.items() if len(users) < 3} == RARE_FACTS
 
 
 MOST_LINES, MOST_PARAMETERS = 60, 7

@@ -233,7 +233,7 @@ def _by_expert(model: Decoder, name: str, a: Tensor, b: Tensor) -> tuple[Tensor,
     """Return (E, R, I) and (E, O, R) of a stack's factors (E * R, I) and (O, R * E)."""
     experts = model.get_submodule(name.rpartition(".")[0])
     assert isinstance(experts, Experts)
-    if experts.config.input_first or experts.input_first_in_adapters:
+    if experts.formula.input_first or experts.input_first_in_adapters:
         raise ValueError(f"{name} is stored transposed, which --adapter with --gguf does not support. {_MERGE}")
     num_experts = experts.config.num_experts
     return a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)

@@ -315,7 +315,7 @@ class Decoding:
         hidden = yield from _read(self._model, self._batch, self._cache, options.prompt_part)
         self._next = NextTokens(self._model, self._cache, self._sampling, options)
         self._device = hidden.device
-        self._is_late = hidden.is_cuda and not any(rope.depends_on_length for rope in self._model.rotary)
+        self._is_late = hidden.is_cuda and not any(rope.depends_on_length for rope, _ in self._model.rotary)
         if self._is_late and can_record(self._model):
             self._graphs = StepGraphs(self._next, self._cache)
         self._ids, self._draws = self._next.choose(hidden, self._keys(self._batch))
@@ -468,7 +468,7 @@ def _read(
         start += len(texts)
         if prompt_part is not None and len(texts) == 1:
             # Only if the rotary frequencies do not depend on the length of the text.
-            while len(texts[0]) > prompt_part and all(rope.same_frequencies(1, longest) for rope in model.rotary):
+            while len(texts[0]) > prompt_part and all(rope.same_frequencies(1, longest) for rope, _ in model.rotary):
                 end = next_cut(texts[0], prompt_part)
                 if end == len(texts[0]):
                     break
@@ -490,7 +490,7 @@ def _last_hidden(model: Decoder, texts: Sequence[Document], caches: KVCache) -> 
 
 
 def _same_frequencies(model: Decoder, length: int, other: int) -> bool:
-    return all(rope.same_frequencies(length, other) for rope in model.rotary)
+    return all(rope.same_frequencies(length, other) for rope, _ in model.rotary)
 
 
 def padded_inputs(texts: Sequence[Document], device: torch.device) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def can_record(model: Decoder) -> bool:
     """Whether steps of the model can be recorded: on one CUDA device, with rotary frequencies that do not depend on the
     length."""
     is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    return model.device.type == "cuda" and is_alone and not any(rope.depends_on_length for rope in model.rotary)
+    return model.device.type == "cuda" and is_alone and not any(rope.depends_on_length for rope, _ in model.rotary)
 
 
 def should_shrink(num_left: int, num_rows: int) -> bool:

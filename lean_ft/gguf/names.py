@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ def architecture_metadata(model: "Decoder", family: GGUFFamily) -> dict[str, Any
         "rope.freq_base": float(rope.theta),
         "vocab_size": config.vocab_size,
     }
-    metadata |= {key: float(getattr(config, field)) for key, (field, _) in family.numbers.items()}
+    metadata |= {key: float(attrgetter(field)(config)) for key, (field, _) in family.numbers.items()}
     metadata |= _mixture_metadata(config, family) | _mixer_metadata(config)
     if any(windows := [layer.window or 0 for layer in config.layers]):
         metadata |= {
@@ -188,7 +189,7 @@ def divisors_of(config: "DecoderConfig") -> dict[str, Tensor]:
     """The tensors by which llama.cpp divides rotary frequencies."""
     rope, _ = ropes(config)
     if rope.scaling in ("llama3", "proportional"):
-        size = rope.head_dim or config.head_dim
+        size = next(head_dim for other, head_dim in config.rotations if other == rope)
         plain, scaled = (SCALINGS[scaling](rope, size) for scaling in ("default", rope.scaling))
         return {"rope_freqs.weight": (plain / scaled).clamp(max=_STANDSTILL)}
     lengths = {"long": rope.long_factors, "short": rope.short_factors} if rope.scaling == "longrope" else {}

@@ -317,7 +317,7 @@ DENSE = {
     "gemma2": _GEMMA._replace(
         architecture="gemma2", class_name="Gemma2", config=_gemma_config, windows=always, period=2,
         numbers={
-            "attn_logit_softcapping": ("attention_softcap", "attn_logit_softcapping"),
+            "attn_logit_softcapping": ("own.attention_softcap", "attn_logit_softcapping"),
             "final_logit_softcapping": ("logits_softcap", "final_logit_softcapping"),
         },
     ),

@@ -127,8 +127,8 @@ class Block(nn.Module):
             if name != _ATTENTION:
                 parts.append(mixer(normed, *context[:3], of_state, context.sight))
                 continue
-            others = {} if context.shared is None else {"shared": context.shared}
-            attended = mixer(normed, *context[:3], of_attention, context.sight, **others)
+            shared = {} if context.shared is None else {"shared": context.shared}
+            attended = mixer(normed, *context[:3], of_attention, context.sight, **shared)
             if isinstance(attended, tuple):
                 attended, kept = attended
             parts.append(attended)

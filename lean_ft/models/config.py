@@ -1,9 +1,8 @@
 """Decoder configuration: the facts in which several model families differ, named by their effects, and the parts of one
 family."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.vision.config import VisionConfig
@@ -20,6 +19,12 @@ if TYPE_CHECKING:
     from lean_ft.models.trunk import Trunk
 
 
+class RouterType(Protocol):
+    """A class of routers: `moe.Router`, or one with the same calls."""
+
+    def of(self, config: "DecoderConfig", mixture: "MixtureConfig", /) -> "nn.Module": ...
+
+
 @dataclass(frozen=True)
 class FamilyParts:
     """Modules of one family, in its file, that take the place of the usual modules. None: the usual module.
@@ -33,7 +38,7 @@ class FamilyParts:
     attention: type["Attention"] | None = None
     mlp: type["MLP"] | None = None
     mixer: type["StateMixer"] | None = None
-    router: Callable[["DecoderConfig", "MixtureConfig"], "nn.Module"] | None = None
+    router: RouterType | None = None
     experts: type["Experts"] | None = None
     rotary: type["RotaryEmbedding"] | None = None
     in_float32: tuple[str, ...] = ()  # ends of the names of tensors that are in float32, whatever the model's dtype
@@ -43,25 +48,14 @@ class FamilyParts:
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """A mixture of experts, usually instead of a feed-forward layer.
-
-    The formula of the experts is here even where one family has it, because the kernels of `mix` read it.
-    """
+    """A mixture of experts, usually instead of a feed-forward layer."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int  # of one expert
     weights_sum_to_one: bool  # a token's weights are normalized over its chosen experts, not over all experts
     router_name: Literal["gate", "router"] = "gate"  # the module's name in Hugging Face's format
-    router_bias: bool = False
-    expert_bias: bool = False
-    input_first: bool = False  # projections are (D, 2 * I) and (I, D), not (2 * I, D) and (D, I)
-    gates_interleaved: bool = False  # gate and up features alternate; False: all gates first
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"
-    gated: bool = True  # False: experts have an up projection alone
-    gate_scale: float = 1.0  # the activation is silu(gate_scale * gate) / gate_scale
-    up_offset: float = 0.0  # the activation is multiplied by up + up_offset
-    limit: float | None = None  # gates are clamped from above, ups from both sides
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu"  # relu2: without gates
     shared_intermediate_size: int = 0  # of the shared expert, which every token uses; 0: none
     shared_name: Literal["shared_expert", "shared_experts"] = "shared_expert"  # the module's name
     shared_is_fused: bool = False  # gate and up of the shared expert are one matrix
@@ -70,9 +64,7 @@ class MixtureConfig:
     has_score_correction: bool = False  # a bias per expert takes part in the choice of experts, not in their weights
     num_groups: int = 1  # groups of experts; a token chooses groups first, and experts from them
     groups_per_token: int = 1
-    scores_per_group: int = 2  # a group's score is the sum of this many best scores of its experts
     weights_factor: float = 1.0  # multiplies a token's weights
-    scales_input: bool = False  # weights multiply the experts' inputs, not their outputs
     router_in_float32: bool = False  # the router computes in float32 and keeps its correction in float32
     router_weight_in_float32: bool = False  # the router's weight is in float32 too, whatever the model's dtype
     router_aux_loss_coef: float = 0.0  # the default weight of `load_balancing_loss` in training
@@ -128,7 +120,10 @@ class ShortConvolutionConfig:
     num_channels: int  # the hidden size
     num_taps: int
     bias: bool
-    state_shape: tuple[int, int, int] | None = None
+
+    @property
+    def state_shape(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -149,22 +144,22 @@ MixerConfig = DeltaRuleConfig | ShortConvolutionConfig | Mamba2Config
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer. What it attends to is here even where one family has it, because caches, kernels and plans read it."""
+    """One layer."""
 
     rope: RopeConfig | None  # None: no rotary embedding
     window: int | None = None  # sliding window: positions that a query sees, including its own; None: all up to its own
-    chunk: int | None = None  # chunked attention: a query sees its own chunk of this many positions; None: no chunks
     mixer: MixerConfig | None = None  # a token mixer instead of attention, or in parallel to it
     has_attention: bool = True
-    has_mlp: bool = True  # the layer has a feed-forward layer or a mixture of experts
     mixture: MixtureConfig | None = None  # None: a dense feed-forward layer
-    # None: the model's value.
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    has_sinks: bool = True  # if the model has them
+    intermediate_size: int | None = None  # of a dense feed-forward layer; None: the model's; 0: the layer has none
+    kv_shape: tuple[int, int] | None = None  # key-value heads, and features of every head; None: the model's
     kv_from_layer: int | None = None  # the earlier layer whose keys and values this layer attends to; None: its own
     own: Any = None  # as `DecoderConfig.own`, of one layer
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layer has a feed-forward layer or a mixture of experts."""
+        return self.mixture is not None or self.intermediate_size != 0
 
 
 @dataclass(frozen=True)
@@ -187,8 +182,7 @@ class DecoderConfig:
     # norm or on a norm each.
     norm_placement: Literal["pre", "post", "both", "parallel", "parallel_normed"] = "pre"
     norm_centered: bool = False  # LayerNorm instead of RMSNorm on the residual stream
-    norm_weights: bool = True  # False: the norms of the residual stream have neither weight nor bias
-    norm_bias: bool = False  # these LayerNorms have a bias
+    norm_parameters: Literal["weight", "weight_and_bias", "none"] = "weight"  # of the norms of the residual stream
     norm_weight_offset: float = 0.0  # added to every norm's weight
 
     qkv_bias: bool = False
@@ -206,7 +200,6 @@ class DecoderConfig:
     qk_norm: Literal["head", "turned_head", "projection", "centered", "centered_by_head"] | None = None
     value_norm: bool = False  # each head's values are RMS-normed without a weight
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     latent: LatentConfig | None = None  # None: queries, keys and values are projections of the hidden state
     # Each head's output is multiplied by the sigmoid of a gate. The query projection also computes the gates
     # ("in_query"), or they have their own projection ("own").
@@ -226,11 +219,6 @@ class DecoderConfig:
     num_scores: int = 0
     parts: FamilyParts = FamilyParts()
     own: Any = None  # the facts of one family, a frozen dataclass in its file, for `parts` alone
-
-    def sees_images(self, layer: int) -> bool:
-        """Whether the tokens of an image see each other in a layer, also later ones."""
-        sees = "never" if self.vision is None else self.vision.sees_image
-        return sees == "always" or (sees == "in_windows" and self.layers[layer].window is not None)
 
     @property
     def num_layers(self) -> int:
@@ -252,10 +240,22 @@ class DecoderConfig:
         return [layer.mixture.experts_per_token for layer in self.layers if layer.mixture is not None]
 
     def num_kv_heads_of(self, layer: int) -> int:
-        return self.layers[layer].num_kv_heads or self.num_kv_heads
+        shape = self.layers[layer].kv_shape
+        return self.num_kv_heads if shape is None else shape[0]
 
     def head_dim_of(self, layer: int) -> int:
-        return self.layers[layer].head_dim or self.head_dim
+        shape = self.layers[layer].kv_shape
+        return self.head_dim if shape is None else shape[1]
+
+    def rotation_of(self, layer: int) -> tuple[RopeConfig, int] | None:
+        """How a layer rotates queries and keys, and the features of its heads; None: it does not."""
+        rope = self.layers[layer].rope
+        return None if rope is None else (rope, self.head_dim_of(layer))
+
+    @property
+    def rotations(self) -> list[tuple[RopeConfig, int]]:
+        """The distinct rotations of the layers."""
+        return list(dict.fromkeys(filter(None, map(self.rotation_of, range(self.num_layers)))))
 
     @property
     def kv_head_counts(self) -> list[int]:
@@ -274,10 +274,6 @@ class DecoderConfig:
     def kv_source_layers(self) -> frozenset[int]:
         """The layers whose keys and values others attend to."""
         return frozenset(layer.kv_from_layer for layer in self.layers if layer.kv_from_layer is not None)
-
-    @property
-    def has_chunks(self) -> bool:
-        return any(layer.chunk is not None for layer in self.layers)
 
     @property
     def has_states(self) -> bool:

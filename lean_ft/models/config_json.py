@@ -14,8 +14,9 @@ from typing import Any
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer
+from lean_ft.models.moe import Router
 from lean_ft.models.own_families import naming_row, remedy
-from lean_ft.models.rope_settings import head_dim_of
+from lean_ft.models.rope_settings import head_dim_of, num_kv_heads_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import MAX_LAYERS, ConfigFields, listed
 
@@ -53,8 +54,8 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
 
 _OLD_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
 _MLP_TYPES = ("mlp", "moe")  # layer types of feed-forward layers in families with one part per layer
-# The field with the window's size and the fact of LayerConfig that it sets, by layer type.
-_WINDOWS = {"sliding_attention": ("sliding_window", "window"), "chunked_attention": ("attention_chunk_size", "chunk")}
+# The field with the size of a window or chunk, by layer type.
+_WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 _GLM4V = {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "head_dim": None}
 _QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
@@ -135,16 +136,16 @@ def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
         return config
     family, architecture, defaults = _SAME_AS[config["model_type"]]
     config = {key: value for key, value in config.items() if key != "auto_map"}
-    if isinstance(kinds := config.pop("mlp_layer_types", None), list):
-        num_dense = kinds.index("sparse") if "sparse" in kinds else len(kinds)
-        if kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense):
-            raise ValueError(f"mlp_layer_types of config.json is {kinds}; expected dense layers before sparse layers.")
+    if isinstance(types := config.pop("mlp_layer_types", None), list):
+        num_dense = types.index("sparse") if "sparse" in types else len(types)
+        if types != ["dense"] * num_dense + ["sparse"] * (len(types) - num_dense):
+            raise ValueError(f"mlp_layer_types of config.json is {types}; expected dense layers before sparse layers.")
         config["first_k_dense_replace"] = num_dense
     fixed = _FIXED.get(config["model_type"], {})
-    found = defaults | config | fixed | {"model_type": family, "architectures": [architecture]}
-    if "head_dim" in defaults and found["head_dim"] is None:  # the family has another default
-        found["head_dim"] = head_dim_of(ConfigFields(found, {}, "config.json"))
-    return found
+    merged = defaults | config | fixed | {"model_type": family, "architectures": [architecture]}
+    if "head_dim" in defaults and merged["head_dim"] is None:  # the family has another default
+        merged["head_dim"] = head_dim_of(ConfigFields(merged, {}, "config.json"))
+    return merged
 
 
 def _rope(rope: Any, vision: VisionFamily | None) -> Any:
@@ -191,11 +192,11 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
         shared.pop(tied, None)
     elif shared.get(tied) is not None:
         text.pop(tied, None)
-    found = {**sizes, **shared, **text, **whole.fixed, "model_type": family, "architectures": [whole.families[family]]}
+    merged = {**sizes, **shared, **text, **whole.fixed, "model_type": family, "architectures": [whole.families[family]]}
     if str(config.get("architectures")).endswith(f"{OF_SCORES}']"):  # saved by lean_ft, or of Gemma 3 by transformers
         labels = {key: config[key] for key in ("id2label", "label2id") if key in config}
-        found |= {"architectures": [_score_architecture(family)], **labels}
-    return found
+        merged |= {"architectures": [_score_architecture(family)], **labels}
+    return merged
 
 
 OF_SCORES = "ForSequenceClassification"  # ends the names of transformers' classes
@@ -275,11 +276,11 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
     family_name = config.get("model_type")
     family = family_of(family_name)
     if family is None:
-        found = f"{where}: model_type is {family_name!r}"
+        problem = f"{where}: model_type is {family_name!r}"
         if str(family_name) in REFUSED:
-            raise ValueError(f"{found}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
+            raise ValueError(f"{problem}: {REFUSED[str(family_name)]}. docs/models.md lists the models to use instead.")
         raise ValueError(
-            f"{found}, which lean_ft does not "
+            f"{problem}, which lean_ft does not "
             f"read.{remedy(str(family_name), where, [*FAMILIES, *MULTIMODAL, *_SAME_AS])}"
         )
     _check_architecture(config, where)
@@ -291,13 +292,12 @@ def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> De
     fields = ConfigFields(config, {**_DEFAULTS, **family.defaults}, where)
 
     num_heads = fields.count("num_attention_heads")
-    has_kv_heads = fields.get("num_key_value_heads") is not None
     facts: dict[str, Any] = {
         "vocab_size": fields.count("vocab_size"),
         "hidden_size": fields.count("hidden_size"),
         "intermediate_size": fields.count("intermediate_size"),
         "num_heads": num_heads,
-        "num_kv_heads": fields.count("num_key_value_heads") if has_kv_heads else num_heads,
+        "num_kv_heads": num_kv_heads_of(fields),
         "head_dim": head_dim_of(fields),
         "layers": _layers(fields, family),
         "max_positions": fields.count("max_position_embeddings"),
@@ -306,8 +306,8 @@ def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> De
         "norm_eps": fields.positive(family.norm_eps_field),
         "activation": _activation(fields, family),
     }
-    own = None if family.own is None else family.own(fields)
-    decoder = DecoderConfig(**facts | _facts(family.facts, fields), parts=family.parts, own=own)
+    own_facts = None if family.own is None else family.own(fields)
+    decoder = DecoderConfig(**facts | _facts(family.facts, fields), parts=family.parts, own=own_facts)
     for num_kv_heads in decoder.kv_head_counts:
         if decoder.num_heads % num_kv_heads:
             raise ValueError(
@@ -330,68 +330,64 @@ def _mixture(fields: ConfigFields, family: Family) -> MixtureConfig | None:
         return None
     mixture = MixtureConfig(**{"activation": _activation(fields, family), **_facts(family.mixture, fields)})
     num_experts, per_token, num_groups = mixture.num_experts, mixture.experts_per_token, mixture.num_groups
+    scores_per_group = getattr(family.parts.router, "scores_per_group", Router.scores_per_group)
     if per_token > num_experts:
         raise fields.wrong("num_experts_per_tok", f"at most {num_experts}")
     if (
         num_experts % num_groups
         or mixture.groups_per_token > num_groups
-        or (num_groups > 1 and num_experts < mixture.scores_per_group * num_groups)
+        or (num_groups > 1 and num_experts < scores_per_group * num_groups)
         or per_token > mixture.groups_per_token * num_experts // num_groups
     ):
         raise ValueError(
             f"{fields.where}: {num_experts} experts are in {num_groups} groups (n_group), and a token uses {per_token} "
             f"experts of {mixture.groups_per_token} groups (topk_group); expected groups of equal size, of at least "
-            f"{mixture.scores_per_group} experts, with enough experts for a token."
+            f"{scores_per_group} experts, with enough experts for a token."
         )
-    if mixture.gate_scale != 1.0 and mixture.activation != "silu":
-        raise fields.wrong(family.activation_field, "'silu', the only activation of this family's experts")
     return mixture
 
 
 def _layers(fields: ConfigFields, family: Family) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
-    kinds: list[Any]
+    layer_types: list[Any]
     if fields.get("layer_types") is None:
-        kinds = [family.layer_type(fields, layer) for layer in range(num_layers)]
+        layer_types = [family.layer_type(fields, layer) for layer in range(num_layers)]
     else:
-        kinds = [_OLD_LAYER_TYPES.get(str(kind), kind) for kind in fields.of_each_layer("layer_types")]
-        has = f"{fields.where}: layer_types has {listed(set(map(str, kinds)))}"
-        known = ["full_attention", family.window_kind, *family.mixers]
-        known += _MLP_TYPES if family.one_part_per_layer else ()
-        if any(kind not in known for kind in kinds):
-            raise ValueError(f"{has}; expected {' or '.join(known)}.")
-        by_family, windowed = windowed, [kind == family.window_kind for kind in kinds]
+        layer_types = [_OLD_LAYER_TYPES.get(str(name), name) for name in fields.of_each_layer("layer_types")]
+        has = f"{fields.where}: layer_types has {listed(set(map(str, layer_types)))}"
+        valid = ["full_attention", family.window_kind, *family.mixers]
+        valid += _MLP_TYPES if family.one_part_per_layer else ()
+        if any(layer_type not in valid for layer_type in layer_types):
+            raise ValueError(f"{has}; expected {' or '.join(valid)}.")
+        by_family, windowed = windowed, [layer_type == family.window_kind for layer_type in layer_types]
         if windowed != by_family and not family.reads_layer_types:
             expected = "every" if any(by_family) else "no"
             raise ValueError(f"{has}; expected {expected} layer with a sliding window in this family.")
-    window_field, fact = _WINDOWS[family.window_kind]
+    window_field = _WINDOW_FIELDS[family.window_kind]
     if family.has_window is not no_layer:
         fields.get(window_field)  # supported even if no layer uses it
     window = fields.count(window_field) if any(windowed) else None
     mixture = _mixture(fields, family)
-    mixers = {kind: family.mixers[kind](fields) for kind in dict.fromkeys(kinds) if kind in family.mixers}
+    mixers = {name: family.mixers[name](fields) for name in dict.fromkeys(layer_types) if name in family.mixers}
 
-    def layer_of(layer: int, kind: str, is_windowed: bool) -> LayerConfig:
-        facts = family.layer_facts(fields, windowed, layer)
-        has_attention = kind == "hybrid" or kind not in (*mixers, *_MLP_TYPES)
-        has_mixture = kind == "moe" if family.one_part_per_layer else family.has_mixture(fields, layer)
+    def layer_of(layer: int, layer_type: str, is_windowed: bool) -> LayerConfig:
+        facts = dict(family.layer_facts(fields, windowed, layer))
+        has_attention = layer_type == "hybrid" or layer_type not in (*mixers, *_MLP_TYPES)
+        has_mixture = layer_type == "moe" if family.one_part_per_layer else family.has_mixture(fields, layer)
         rope = family.rope(fields, layer, is_windowed) if has_attention else None
-        if rope is not None and facts.get("head_dim") is not None:
-            rope = replace(rope, head_dim=facts["head_dim"])
+        if family.one_part_per_layer and layer_type not in _MLP_TYPES:
+            facts["intermediate_size"] = 0
         return LayerConfig(
             rope,
-            mixer=mixers.get(kind),
+            mixer=mixers.get(layer_type),
             has_attention=has_attention,
-            has_mlp=not family.one_part_per_layer or kind in _MLP_TYPES,
             mixture=mixture if has_mixture else None,
-            **({fact: window} if is_windowed else {}),
+            window=window if is_windowed and family.window_kind == "sliding_attention" else None,
             **facts,
         )
 
-    return tuple(
-        layer_of(i, kind, is_windowed) for i, (kind, is_windowed) in enumerate(zip(kinds, windowed, strict=True))
-    )
+    return tuple(map(layer_of, range(num_layers), layer_types, windowed))
 
 
 def _activation(fields: ConfigFields, family: Family) -> str:

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.images.batch import Images
-from lean_ft.models.attention.attention import KeysAndValues, Sight
+from lean_ft.models.attention.attention import Attention, KeysAndValues, Sight
 from lean_ft.models.block import Pass
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.few_rows import few_rows_linear
+from lean_ft.models.inserts import Inserts
 from lean_ft.models.positions import lengths_of_documents, positions_of
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 from lean_ft.models.routing import Routes, RoutingStatistics
 from lean_ft.models.source import Sharding, Source
 from lean_ft.models.trunk import Trunk
-from lean_ft.models.vision.places import on_axes, sight_of_images
+from lean_ft.models.vision.inserts import inserts_of
 from lean_ft.models.vision.tower import VisionTower
 
 # Losses see the bias of an output layer as a column of its weight, followed by zero columns up to this number.
@@ -51,8 +51,8 @@ class Decoder(nn.Module):
             self.score = nn.Linear(config.hidden_size, config.num_scores, bias=False)
         elif not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
-        ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
-        self.rotary = {rope: (config.parts.rotary or RotaryEmbedding).of(config, rope) for rope in ropes}
+        rotary = config.parts.rotary or RotaryEmbedding
+        self.rotary = {rotation: rotary.of(config, *rotation) for rotation in config.rotations}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
         self.source, self.sharding = Source(), Sharding()
         self.mixture = config.mixture
@@ -62,6 +62,11 @@ class Decoder(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         return self.model.layers
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a layer attends within chunks of positions."""
+        return any(isinstance(module, Attention) and module.scoring.chunk for module in self.modules())
 
     @property
     def head(self) -> nn.Linear | None:
@@ -104,9 +109,8 @@ class Decoder(nn.Module):
         is_token: Tensor | None = None,
         prefixes: Tensor | None = None,
         num_prefix_tokens: int = 0,
-        images: Images | None = None,
-        position_shift: Tensor | None = None,
         recorded_experts: Tensor | None = None,
+        **inputs: Any,
     ) -> Any:
         """Compute logits (B, T, V), or with `return_hidden` the hidden states from which `logits` computes them, of the
         width of `output_weight`.
@@ -126,35 +130,28 @@ class Decoder(nn.Module):
                 depends on the length, all documents with one prefix must have lengths of the same frequencies
                 (`RopeConfig.same_frequencies`).
             num_prefix_tokens: the total length of all prefixes.
-            images: their embeddings replace those of image tokens.
-            position_shift: (B, T) int32, what the rotary position of each token adds to its position, in families in
-                which an image takes fewer positions than tokens. For an image's tokens the sum is the image's first
-                position.
             recorded_experts: (B, T, choices) integers, the experts that a cache recorded for the tokens
                 (`KVCache.experts`). They replace the routers' choices; their weights are those of the present logits.
                 0: the router chooses.
+            inputs: what some tokens stand for, by name. A model with a vision tower reads the inputs of
+                `lean_ft.models.vision.inserts`. An input of None is absent.
 
         If ranks share a row, input_ids, is_token and the result are this rank's tokens; positions (required),
         cu_seqlens and prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be
         sharded.
 
-        Raises ValueError for invalid combinations of these arguments, and for a cache that is full.
+        Raises ValueError for invalid combinations of these arguments, for inputs that the model does not read, and for
+        a cache that is full.
         """
         tokens = self.sharding.row_tokens if cache is None else None
         if tokens is not None and positions is None:
             raise ValueError("positions are required if ranks share a row.")
-        if images is not None and (self.vision is None or tokens is not None):
-            without = "the model was loaded without its vision tower. Set model.images"
-            raise ValueError(f"images are not supported: {without if tokens is None else 'ranks share a row'}.")
-        if images is None and self.vision is not None and self.vision.is_sharded:
-            images = self.vision.no_images(input_ids.device)
+        inserts = inserts_of(self, inputs, input_ids.device, shares_rows=tokens is not None)
         rows = input_ids if tokens is None or positions is None else positions
         sight = self._sight(rows.shape, cu_seqlens, prefixes, num_prefix_tokens)
-        positions = positions_of(rows, positions, cu_seqlens, cache, lengths, prefixes, position_shift)
-        if position_shift is not None and cache is None:
-            positions = positions + position_shift
+        positions = positions_of(rows, positions, cu_seqlens, cache, lengths, prefixes, inserts.position_shift)
         routes = Routes(self, is_token, cache, recorded_experts)
-        hidden = self._through_layers(input_ids, positions, cu_seqlens, cache, sight, images, routes)
+        hidden = self._through_layers(input_ids, positions, cu_seqlens, cache, sight, inserts, routes)
         if cache is not None:
             cache.advance(routes.chosen)
         result = hidden if return_hidden else self.logits(hidden)
@@ -179,17 +176,16 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
-        images: Images | None,
-    ) -> dict[RopeConfig, tuple[Tensor, Tensor]]:
+        inserts: Inserts,
+    ) -> dict[tuple[RopeConfig, int] | None, tuple[Tensor | None, Tensor | None]]:
         """cos and sin (B or 1, T, rotated features) of each kind of rotation in the model."""
         text_lengths = self._text_lengths(positions, cu_seqlens, cache)
-        vision = self.config.vision
-        if images is not None and vision is not None and any(rope.axes for rope in self.rotary):
-            positions = on_axes(positions, images, vision.merge)
+        positions = inserts.turned(positions)
         if self.sharding.row_tokens is not None and cache is None:
             positions = self.sharding.row_tokens.of_attention(positions)
             text_lengths = None if text_lengths is None else self.sharding.row_tokens.of_attention(text_lengths)
-        return {rope: rotary(positions, dtype, text_lengths) for rope, rotary in self.rotary.items()}
+        rotations = {rotation: rotary(positions, dtype, text_lengths) for rotation, rotary in self.rotary.items()}
+        return {None: (None, None), **rotations}
 
     def _through_layers(
         self,
@@ -198,29 +194,22 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
         sight: Sight | None,
-        images: Images | None,
+        inserts: Inserts,
         routes: Routes,
     ) -> Tensor:
         """Hidden states of the width of `output_weight`."""
-        hidden = self.model.embedded(input_ids, positions)
-        deep, wider, tower = [], sight, self.vision  # wider: the sight of layers that see images
-        if images is not None and tower is not None:
-            hidden, deep = tower.put(hidden, images)
-            if tower.config.sees_image != "never":
-                wider = sight_of_images(sight, images, tower.config.merge, input_ids.numel())
-            if tower.config.pad_id is not None:
-                input_ids = input_ids.flatten().index_fill(0, images.places, tower.config.pad_id).view_as(input_ids)
-            positions = positions.expand(input_ids.shape)
-        rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, images)
+        hidden, input_ids = inserts.embedded(self.model.embedded(input_ids, positions), input_ids)
+        sights = inserts.sights(sight, self.config.layers)
+        rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, inserts)
         hidden, inputs = self.model.into_layers(hidden, input_ids)
         keys_and_values: dict[int, KeysAndValues | None] = {}
         for i, layer in enumerate(self.model.layers):
-            rope, kv_from_layer = self.config.layers[i].rope, self.config.layers[i].kv_from_layer
-            cos, sin = (None, None) if rope is None else rotations[rope]
+            kv_from_layer = self.config.layers[i].kv_from_layer
             context = Pass(
-                *(cos, sin, cu_seqlens),
+                *rotations[self.config.rotation_of(i)],
+                cu_seqlens,
                 cache=(None, None) if cache is None else cache.layer(i),
-                sight=wider if self.config.sees_images(i) else sight,
+                sight=sights[i],
                 shared=None if kv_from_layer is None else keys_and_values[kv_from_layer],
                 layer_input=inputs[i] if inputs else None,
                 recorded=None if self.config.layers[i].mixture is None else routes.recorded(),
@@ -228,8 +217,7 @@ class Decoder(nn.Module):
             hidden, routed, keys_and_values[i] = layer(hidden, context)
             if routed is not None:
                 routes.add(i, *routed)
-            if images is not None and i < len(deep):
-                hidden = hidden.flatten(0, 1).index_add(0, images.places, deep[i]).view_as(hidden)
+            hidden = inserts.after(i, hidden)
         hidden = self.model.out_of_layers(hidden)
         if self.config.logits_divisor != 1.0:  # divides hidden states, because losses never hold all logits at once
             hidden = hidden / self.config.logits_divisor
@@ -253,7 +241,7 @@ class Decoder(nn.Module):
         one document."""
         if cache is not None:
             return cache.next_lengths[:, None]
-        if not any(rope.depends_on_length for rope in self.rotary):
+        if not any(rope.depends_on_length for rope, _ in self.rotary):
             return None
         if cu_seqlens is None:
             is_whole_row = self.sharding.row_tokens is None

@@ -110,12 +110,13 @@ class PlainNorm(nn.Module):
 def residual_norm(config: DecoderConfig) -> nn.Module:
     """A norm of the residual stream."""
     eps, offset = config.norm_eps, config.norm_weight_offset
-    if not config.norm_weights:
+    if config.norm_parameters == "none":
         return PlainNorm(eps, config.norm_centered)
+    has_bias = config.norm_parameters == "weight_and_bias"
     if config.norm_centered and not offset:
-        return nn.LayerNorm(config.hidden_size, eps, bias=config.norm_bias)
+        return nn.LayerNorm(config.hidden_size, eps, bias=has_bias)
     if config.norm_centered:
-        return LayerNorm(config.hidden_size, eps, config.norm_bias, offset)
+        return LayerNorm(config.hidden_size, eps, has_bias, offset)
     return RMSNorm(config.hidden_size, eps, offset)
 
 
@@ -249,8 +250,8 @@ class MLP(nn.Module):
     def of(cls, config: DecoderConfig, layer: LayerConfig) -> Self:
         """The feed-forward layer of one of the decoder's layers."""
         inner = layer.intermediate_size or config.intermediate_size
-        kind = config.activation, config.gated, config.fused_gate_up
-        return cls(config.hidden_size, inner, config.mlp_bias, *kind)
+        formula = config.activation, config.gated, config.fused_gate_up
+        return cls(config.hidden_size, inner, config.mlp_bias, *formula)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.has_gate:

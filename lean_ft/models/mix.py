@@ -15,7 +15,8 @@ of an expert, R rank of an adapter.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,33 @@ from lean_ft.models.layers import ACTIVATIONS, is_on_cuda
 from lean_ft.system.costs import register_cost
 
 
+@dataclass(frozen=True)
+class ExpertFormula:
+    """What each expert computes between its two projections, and how these are stored. Kernels read it."""
+
+    activation: str = "silu"  # relu2 has an up projection alone, other activations a gate too
+    gates_interleaved: bool = False  # gate and up features alternate; False: all gates first
+    gate_scale: float = 1.0  # the activation is silu(gate_scale * gate) / gate_scale
+    up_offset: float = 0.0  # the activation is multiplied by up + up_offset
+    limit: float | None = None  # gates are clamped from above, ups from both sides
+    scales_input: bool = False  # weights multiply the experts' inputs, not their outputs
+    input_first: bool = False  # projections are (D, 2 * I) and (I, D), not (2 * I, D) and (D, I)
+
+    @classmethod
+    def of(cls, config: MixtureConfig, **facts: Any) -> Self:
+        """The usual formula of a mixture; `facts` are a family's other values."""
+        return cls(config.activation, **facts)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "relu2"
+
+    def for_kernel(self) -> tuple[Any, ...]:
+        """The last arguments of `grouped_activation`."""
+        factors = self.gate_scale, self.up_offset, self.limit
+        return self.activation, self.gated, self.gates_interleaved, *factors, self.scales_input
+
+
 class MixedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -37,31 +65,33 @@ class MixedExperts(torch.autograd.Function):
         chosen: Tensor,  # (N, K)
         gate_up_bias: Tensor | None,  # (E, 2 * I)
         config: MixtureConfig,
+        formula: ExpertFormula,
         forms: tuple[Form, Form],  # of gate_up and down
         *tensors: Tensor | None,  # of both `_stacks`
     ) -> Tensor:
         order, ends = _sort(chosen, config.num_experts)
-        gate_up, down = _stacks(config, forms, tensors)
+        gate_up, down = _stacks(formula, forms, tensors)
         factors = gate_up.product(_rows(tokens, order, config), ends)  # (M, 2 * I)
         row_weights, experts, fused = weights.flatten()[order, None], chosen.flatten()[order], _is_fused(factors)
         if gate_up_bias is not None and not fused:
             factors += gate_up_bias.to(factors.dtype).index_select(0, experts)
         ctx.save_for_backward(tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors)
-        ctx.config, ctx.forms = config, forms
+        ctx.config, ctx.formula, ctx.forms = config, formula, forms
         if fused:
-            inner, _, _ = grouped_activation(factors, row_weights, gate_up_bias, experts, None, True, *_formula(config))
-        elif config.scales_input:
-            inner = activation(_weighed(factors, row_weights), config)  # (M, I)
+            rows = factors, row_weights, gate_up_bias, experts
+            inner, _, _ = grouped_activation(*rows, None, True, *formula.for_kernel())
+        elif formula.scales_input:
+            inner = activation(_weighed(factors, row_weights), formula)  # (M, I)
         else:
-            inner = activation(factors, config).mul_(row_weights)
+            inner = activation(factors, formula).mul_(row_weights)
         return _sum_of_choices(down.product(inner, ends), order, config)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors = ctx.saved_tensors
-        config, trains = ctx.config, ctx.needs_input_grad
-        gate_up, down = _stacks(config, ctx.forms, tensors)
+        config, formula, trains = ctx.config, ctx.formula, ctx.needs_input_grad
+        gate_up, down = _stacks(formula, ctx.forms, tensors)
         row_weights = weights.flatten()[order, None]  # (M, 1)
         grad_rows = _rows(grad, order, config)  # (M, D)
         thin = down.thin_back(grad_rows, ends)
@@ -69,32 +99,32 @@ class MixedExperts(torch.autograd.Function):
         if _is_fused(factors):
             experts, needs_inner = chosen.flatten()[order], trains[-1] or down.left is not None
             rows = factors, row_weights, gate_up_bias, experts, grad_inner
-            inner, grad_factors, grad_weights = grouped_activation(*rows, needs_inner, *_formula(config))
+            inner, grad_factors, grad_weights = grouped_activation(*rows, needs_inner, *formula.for_kernel())
             del grad_inner, rows
             grads_down = down.gradients(inner, grad_rows, thin, ends, trains=trains[-1])
             del inner, grad_rows
         else:
             grad_weights = None
-            weighed = _weighed(factors, row_weights) if config.scales_input else factors
-            inner = activation(weighed, config)  # (M, I)
-            if not config.scales_input:
+            weighed = _weighed(factors, row_weights) if formula.scales_input else factors
+            inner = activation(weighed, formula)  # (M, I)
+            if not formula.scales_input:
                 grad_weights = (inner * grad_inner).sum(-1, dtype=weights.dtype)
                 inner.mul_(row_weights)
                 grad_inner.mul_(row_weights)
             grads_down = down.gradients(inner, grad_rows, thin, ends, trains=trains[-1])
             del inner, grad_rows
-            grad_factors = activation_gradient(weighed, grad_inner, config)  # (M, 2 * I)
+            grad_factors = activation_gradient(weighed, grad_inner, formula)  # (M, 2 * I)
             del grad_inner, weighed
-            if config.scales_input:
+            if formula.scales_input:
                 grad_weights = (factors * grad_factors).sum(-1, dtype=weights.dtype)
                 grad_factors.mul_(row_weights)
             assert grad_weights is not None
         grad_weights = torch.empty_like(grad_weights).scatter_(0, order, grad_weights).view_as(weights)
         grads_gate_up: list[Tensor | None] = [None] * (2 + len(gate_up.weight.tensors))
         thin = gate_up.thin_back(grad_factors, ends)
-        if trains[8] or gate_up.left is not None:
+        if trains[9] or gate_up.left is not None:
             rows = _rows(tokens, order, config)
-            grads_gate_up = gate_up.gradients(rows, grad_factors, thin, ends, trains=trains[8])
+            grads_gate_up = gate_up.gradients(rows, grad_factors, thin, ends, trains=trains[9])
             del rows
         grad_bias = grad_tokens = None
         if trains[3]:
@@ -103,7 +133,7 @@ class MixedExperts(torch.autograd.Function):
             grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)
         if trains[0]:
             grad_tokens = _sum_of_choices(gate_up.product_back(grad_factors, thin, ends), order, config)
-        return grad_tokens, grad_weights, None, grad_bias, None, None, *grads_gate_up, *grads_down
+        return grad_tokens, grad_weights, None, grad_bias, None, None, None, *grads_gate_up, *grads_down
 
 
 class _Stack(NamedTuple):
@@ -117,8 +147,8 @@ class _Stack(NamedTuple):
     def product(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Each row (M, inputs) times its expert's matrix, plus the low-rank product if there is an adapter: (M,
         outputs)."""
-        weight, own_ends = self._matrices(rows, ends, again=False)
-        projected = grouped_matmul(rows, weight if self.input_first else weight.mT, own_ends)
+        weight, expert_ends = self._matrices(rows, ends, again=False)
+        projected = grouped_matmul(rows, weight if self.input_first else weight.mT, expert_ends)
         if self.left is not None and self.right is not None:
             _add_product(projected, grouped_matmul(rows, self.left, ends), self.right, ends)
         return projected
@@ -129,8 +159,8 @@ class _Stack(NamedTuple):
 
     def product_back(self, grad: Tensor, thin: Tensor | None, ends: Tensor) -> Tensor:
         """The gradient of the rows of `product`. thin: of `thin_back`."""
-        weight, own_ends = self._matrices(grad, ends, again=True)
-        projected = grouped_matmul(grad, weight.mT if self.input_first else weight, own_ends)
+        weight, expert_ends = self._matrices(grad, ends, again=True)
+        projected = grouped_matmul(grad, weight.mT if self.input_first else weight, expert_ends)
         if thin is not None and self.left is not None:
             _add_product(projected, thin, self.left.mT, ends)
         return projected
@@ -148,20 +178,20 @@ class _Stack(NamedTuple):
     ) -> list[Tensor | None]:
         """The gradients of the low-rank matrices, and of the stored tensors if the weight trains. thin: of
         `thin_back`."""
-        found: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
+        gradients: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
         if trains:  # in the layout of the weight; autograd converts it to the dtype of the weight
-            found[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
+            gradients[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
         if self.left is not None and thin is not None:
-            found[0] = grouped_outer(rows, thin, ends)
-            found[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
-        return found
+            gradients[0] = grouped_outer(rows, thin, ends)
+            gradients[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
+        return gradients
 
 
-def _stacks(config: MixtureConfig, forms: tuple[Form, Form], tensors: Sequence[Any]) -> list[_Stack]:
+def _stacks(formula: ExpertFormula, forms: tuple[Form, Form], tensors: Sequence[Any]) -> list[_Stack]:
     """The gate and up projection and the down projection; of each, `tensors` has left, right and the stored weight."""
     end = 2 + len(TENSORS[forms[0].kind])
     pieces = zip(forms, (tensors[:end], tensors[end:]), strict=True)
-    return [_Stack(Frozen(form, tuple(own[2:])), config.input_first, *own[:2]) for form, own in pieces]
+    return [_Stack(Frozen(form, tuple(piece[2:])), formula.input_first, *piece[:2]) for form, piece in pieces]
 
 
 def _add_product(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
@@ -218,12 +248,6 @@ def _is_fused(factors: Tensor) -> bool:
     return is_on_cuda(factors) and factors.dtype != torch.float64 and (HAS_TRITON or not factors.is_cuda)
 
 
-def _formula(config: MixtureConfig) -> tuple[Any, ...]:
-    """The last arguments of `grouped_activation`."""
-    limits = config.gate_scale, config.up_offset, config.limit
-    return config.activation, config.gated, config.gates_interleaved, *limits, config.scales_input
-
-
 def _results(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The empty results of `grouped_activation`."""
     factors, row_weights, _, _, grad_inner, needs_inner, _, gated, *_ = arguments
@@ -258,45 +282,45 @@ grouped_activation.register_fake(_results)
 register_cost(torch.ops.lean_ft.grouped_activation)
 
 
-def _gate_and_up(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
+def _gate_and_up(factors: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
     """Views (M, I) of the two halves of (M, 2 * I)."""
-    if config.gates_interleaved:
+    if formula.gates_interleaved:
         return factors[:, ::2], factors[:, 1::2]
     gate, up = factors.chunk(2, dim=-1)
     return gate, up
 
 
-def _clamped(factors: Tensor, config: MixtureConfig) -> tuple[Tensor, Tensor]:
+def _clamped(factors: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
     """The activation's argument, and up with its offset."""
-    gate, up = _gate_and_up(factors, config)
-    if config.limit is not None:
-        gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
-    if config.gate_scale != 1.0:
-        gate = gate * config.gate_scale
-    return gate, up + config.up_offset if config.up_offset else up
+    gate, up = _gate_and_up(factors, formula)
+    if formula.limit is not None:
+        gate, up = gate.clamp(max=formula.limit), up.clamp(-formula.limit, formula.limit)
+    if formula.gate_scale != 1.0:
+        gate = gate * formula.gate_scale
+    return gate, up + formula.up_offset if formula.up_offset else up
 
 
-def activation(factors: Tensor, config: MixtureConfig) -> Tensor:
-    if not config.gated:
+def activation(factors: Tensor, formula: ExpertFormula) -> Tensor:
+    if not formula.gated:
         return factors.relu().square_()
-    gate, up = _clamped(factors, config)
-    product = ACTIVATIONS[config.activation].value(gate).mul_(up)
-    return product if config.gate_scale == 1.0 else product.div_(config.gate_scale)
+    gate, up = _clamped(factors, formula)
+    product = ACTIVATIONS[formula.activation].value(gate).mul_(up)
+    return product if formula.gate_scale == 1.0 else product.div_(formula.gate_scale)
 
 
-def activation_gradient(factors: Tensor, grad: Tensor, config: MixtureConfig) -> Tensor:
-    if not config.gated:
+def activation_gradient(factors: Tensor, grad: Tensor, formula: ExpertFormula) -> Tensor:
+    if not formula.gated:
         return factors.relu().mul_(grad).mul_(2)
-    gate, up = _clamped(factors, config)
-    value, backward = ACTIVATIONS[config.activation]
+    gate, up = _clamped(factors, formula)
+    value, backward = ACTIVATIONS[formula.activation]
     result = torch.empty_like(factors)
-    grad_gate, grad_up = _gate_and_up(result, config)
+    grad_gate, grad_up = _gate_and_up(result, formula)
     grad_gate.copy_(backward(grad * up, gate))
     grad_up.copy_(value(gate).mul_(grad))
-    if config.gate_scale != 1.0:
-        grad_up.div_(config.gate_scale)
-    if config.limit is not None:
-        gate, up = _gate_and_up(factors, config)
-        grad_gate.masked_fill_(gate > config.limit, 0)
-        grad_up.masked_fill_(up.abs() > config.limit, 0)
+    if formula.gate_scale != 1.0:
+        grad_up.div_(formula.gate_scale)
+    if formula.limit is not None:
+        gate, up = _gate_and_up(factors, formula)
+        grad_gate.masked_fill_(gate > formula.limit, 0)
+        grad_up.masked_fill_(up.abs() > formula.limit, 0)
     return result

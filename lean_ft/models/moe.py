@@ -20,17 +20,19 @@ from torch import Tensor, nn
 from lean_ft.models.config import DecoderConfig, MixtureConfig
 from lean_ft.models.frozen_weight import Frozen, as_frozen, product_dtype
 from lean_ft.models.layers import MLP, wide, wide_dtype
-from lean_ft.models.mix import MixedExperts, activation
+from lean_ft.models.mix import ExpertFormula, MixedExperts, activation
 
 
 class Router(nn.Module):
     """A linear layer that scores every expert for every token.
 
-    A family with another router overrides `ranks` or `choose`, or has a module with the same calls.
+    A family with another router overrides `add_others`, `ranks` or `choose`, or has a module with the same calls.
     """
 
     # Added to the sum of a token's weights that divides them, unless a softmax normalizes them.
     weights_sum_offset = 1e-20
+    # A group's score is the sum of this many best scores of its experts.
+    scores_per_group = 2
 
     @classmethod
     def of(cls, config: DecoderConfig, mixture: MixtureConfig) -> Self:
@@ -41,9 +43,13 @@ class Router(nn.Module):
         super().__init__()
         self.is_wide = config.router_in_float32
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
-        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
+        self.bias: nn.Parameter | None = None
         if config.has_score_correction:  # balances the experts' load in pretraining; not trained here
             self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_experts))
+        self.add_others(config)
+
+    def add_others(self, config: MixtureConfig) -> None:
+        """Parameters beside those of all families."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.is_wide:
@@ -65,7 +71,7 @@ class Router(nn.Module):
         ranks = self.ranks(logits, scores, config)
         if config.num_groups > 1:
             groups = ranks.unflatten(-1, (config.num_groups, -1))  # (N, groups, experts of a group)
-            best = groups.topk(config.scores_per_group).values.sum(-1).topk(config.groups_per_token).indices
+            best = groups.topk(self.scores_per_group).values.sum(-1).topk(config.groups_per_token).indices
             is_open = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
             ranks = groups.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
         _, chosen = best_experts(ranks, config.experts_per_token, recorded)
@@ -92,23 +98,34 @@ def best_experts(logits: Tensor, number: int, recorded: Tensor | None) -> tuple[
 
 
 class Experts(nn.Module):
-    """The experts' projections, stacked."""
+    """The experts' projections, stacked, with biases if `has_bias`.
+
+    A family with other experts states their formula in `of`.
+    """
 
     input_first_in_adapters: bool  # whether PEFT takes the projections for (inputs, outputs), not (outputs, inputs)
 
-    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
+    @classmethod
+    def of(cls, config: DecoderConfig, mixture: MixtureConfig) -> Self:
+        """The experts of one of the decoder's layers."""
+        return cls(config.hidden_size, mixture)
+
+    def __init__(
+        self, hidden_size: int, config: MixtureConfig, formula: ExpertFormula | None = None, has_bias: bool = False
+    ) -> None:
         super().__init__()
-        self.config, self.input_first_in_adapters = config, config.input_first
-        assert not (config.scales_input and config.expert_bias), "biases would not be scaled"
+        self.config, self.formula = config, formula or ExpertFormula.of(config)
+        self.input_first_in_adapters = self.formula.input_first
+        assert not (self.formula.scales_input and has_bias), "biases would not be scaled"
         num_experts, inner = config.num_experts, config.intermediate_size
-        projected = 2 * inner if config.gated else inner
+        projected = 2 * inner if self.formula.gated else inner
         into, out_of = (projected, hidden_size), (hidden_size, inner)
-        if config.input_first:
+        if self.formula.input_first:
             into, out_of = into[::-1], out_of[::-1]
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, *into))
         self.down_proj = nn.Parameter(torch.empty(num_experts, *out_of))
         self.gate_up_proj_bias = self.down_proj_bias = None
-        if config.expert_bias:
+        if has_bias:
             self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, projected))
             self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size))
 
@@ -130,7 +147,8 @@ class Experts(nn.Module):
         gate_up, down = self.stacks()
         tensors = (*(gate_up_adapter or (None, None)), *gate_up.tensors, *(down_adapter or (None, None)), *down.tensors)
         forms = gate_up.form, down.form
-        mixed = MixedExperts.apply(tokens, weights, chosen, self.gate_up_proj_bias, self.config, forms, *tensors)
+        how = self.config, self.formula, forms
+        mixed = MixedExperts.apply(tokens, weights, chosen, self.gate_up_proj_bias, *how, *tensors)
         if self.down_proj_bias is not None:
             spread = torch.zeros_like(weights[:, :1]).expand(-1, self.config.num_experts).scatter(1, chosen, weights)
             mixed = mixed + spread.to(mixed.dtype) @ self.down_proj_bias.to(mixed.dtype)
@@ -143,10 +161,10 @@ class Experts(nn.Module):
     def inner(self, tokens: Tensor, expert: int) -> Tensor:
         """The inputs (N, I) of the down projection of one expert, for tokens (N, D)."""
         into = as_frozen(self.gate_up_proj).whole(experts=expert)
-        factors = tokens @ (into if self.config.input_first else into.T)
+        factors = tokens @ (into if self.formula.input_first else into.T)
         if self.gate_up_proj_bias is not None:
             factors += self.gate_up_proj_bias[expert]
-        return activation(factors, self.config)
+        return activation(factors, self.formula)
 
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:
@@ -165,18 +183,17 @@ class MixtureOfExperts(nn.Module):
         self.add_module(config.router_name, Router(hidden_size, config) if router is None else router)
         self.experts = Experts(hidden_size, config) if experts is None else experts
         if config.shared_intermediate_size:
-            size, kind = config.shared_intermediate_size, (config.activation, config.gated, config.shared_is_fused)
-            self.add_module(config.shared_name, MLP(hidden_size, size, False, *kind))
+            formula = config.activation, self.experts.formula.gated, config.shared_is_fused
+            shared = MLP(hidden_size, config.shared_intermediate_size, False, *formula)
+            self.add_module(config.shared_name, shared)
         if config.shared_gate:
             self.add_module(f"{config.shared_name}_gate", nn.Linear(hidden_size, 1, bias=False))
 
     @classmethod
     def of(cls, config: DecoderConfig, mixture: MixtureConfig) -> Self:
         """The mixture of one of the decoder's layers, with the family's own parts."""
-        parts = config.parts
-        router = None if parts.router is None else parts.router(config, mixture)
-        experts = None if parts.experts is None else parts.experts(config.hidden_size, mixture)
-        return cls(config.hidden_size, mixture, router, experts)
+        router, experts = config.parts.router or Router, config.parts.experts or Experts
+        return cls(config.hidden_size, mixture, router.of(config, mixture), experts.of(config, mixture))
 
     def forward(
         self, x: Tensor, router_input: Tensor | None = None, recorded: Tensor | None = None

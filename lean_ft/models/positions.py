@@ -22,7 +22,7 @@ def positions_of(
     prefixes: Tensor | None,
     shifts: Tensor | None = None,
 ) -> Tensor:
-    """Each token's position in its document, (B or 1, T), for a cache with the `shifts` (B, T) of rotary positions.
+    """Each token's position in its document, (B or 1, T), plus the `shifts` (B, T) of rotary positions.
 
     rows: (B, T), of any values.
 
@@ -39,8 +39,14 @@ def positions_of(
         raise ValueError("lengths need a cache; without a cache, padding on the right has no effect.")
     if cu_seqlens is not None:
         _check_documents(cu_seqlens, num_rows, num_tokens)
-    if positions is not None:
-        return positions
+    if positions is None:
+        positions = _counted(rows, cu_seqlens, prefixes)
+    return positions if shifts is None else positions + shifts
+
+
+def _counted(rows: Tensor, cu_seqlens: Tensor | None, prefixes: Tensor | None) -> Tensor:
+    """Positions (B or 1, T) that count from 0 in each row or document, or from the end of a document's prefix."""
+    num_rows, num_tokens = rows.shape
     if cu_seqlens is None:
         return torch.arange(num_tokens, device=rows.device)[None]  # (1, T) serves all rows
     indices = torch.arange(num_rows * num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)

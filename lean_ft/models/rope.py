@@ -28,7 +28,6 @@ class RopeConfig:
 
     theta: float
     scaling: str = "default"
-    head_dim: int | None = None  # None: the model's
     rotary_fraction: float = 1.0  # the fraction of a head's features, from the first, that is rotated
     interleaved: bool = False  # a pair is features 2 * i and 2 * i + 1, not i and i + R / 2
     in_float32: bool = False  # queries and keys are rotated in float32, then rounded to the model's dtype
@@ -153,9 +152,9 @@ class RotaryEmbedding:
     query_growth_start = 0  # added to positions before they are divided by `query_growth_positions`
 
     @classmethod
-    def of(cls, config: "DecoderConfig", rope: RopeConfig) -> Self:
-        """The rotation of those of the decoder's layers that have `rope`."""
-        return cls(rope, rope.head_dim or config.head_dim)
+    def of(cls, config: "DecoderConfig", rope: RopeConfig, head_dim: int) -> Self:
+        """One of the decoder's `rotations`."""
+        return cls(rope, head_dim)
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self.rope = rope

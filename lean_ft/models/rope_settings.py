@@ -34,31 +34,31 @@ def rope_config(
     settings = {**settings, "original_max_position_embeddings": original or longest}
     share = fields.get("partial_rotary_factor") if may_be_partial else None
     defaults = {"rope_theta": fields.get("rope_theta"), "partial_rotary_factor": 1.0 if share is None else share}
-    own = ConfigFields(settings, defaults, where)
-    old_name, scaling = own.get("type"), own.get("rope_type")
+    rope_fields = ConfigFields(settings, defaults, where)
+    old_name, scaling = rope_fields.get("type"), rope_fields.get("rope_type")
     scaling = scaling or old_name or "default"
     scaling = "longrope" if scaling == "su" else scaling  # its name in early models
     if not isinstance(scaling, str) or scaling not in SCALINGS:
         suggestion = did_you_mean(str(scaling), SCALINGS)
         raise ValueError(f"{where} has the rope type {scaling!r}; expected one of {listed(SCALINGS)}.{suggestion}")
-    share = own.positive("partial_rotary_factor")
+    share = rope_fields.positive("partial_rotary_factor")
     if share > 1.0 or (share < 1.0 and not may_be_partial and scaling != "proportional"):
         expected = "at most 1.0" if may_be_partial else "1.0 or absent, as this family rotates whole heads"
-        raise own.wrong("partial_rotary_factor", expected)
+        raise rope_fields.wrong("partial_rotary_factor", expected)
     rotary_fraction = 1.0 if scaling == "proportional" else share
     num_frequencies = -(-int(head_dim_of(fields) * rotary_fraction) // 2)
-    values = _ROPE_READERS[scaling](own, longest, num_frequencies)
-    if own.get("mrope_section") is not None:
-        values["axes"] = _axes(own, num_frequencies)
-    original = own.positive("original_max_position_embeddings")
-    if (theta := own.positive("rope_theta")) <= 1.0:
-        raise own.wrong("rope_theta", "more than 1, as frequencies fall with the feature")
-    known = {*own.read, *ignored}
-    unknown = [name for name, value in settings.items() if name not in known and value is not None]
+    values = _ROPE_READERS[scaling](rope_fields, longest, num_frequencies)
+    if rope_fields.get("mrope_section") is not None:
+        values["axes"] = _axes(rope_fields, num_frequencies)
+    original = rope_fields.positive("original_max_position_embeddings")
+    if (theta := rope_fields.positive("rope_theta")) <= 1.0:
+        raise rope_fields.wrong("rope_theta", "more than 1, as frequencies fall with the feature")
+    valid = {*rope_fields.read, *ignored}
+    unknown = [name for name, value in settings.items() if name not in valid and value is not None]
     if unknown:
         raise ValueError(
             f"{where} has {', '.join(unknown)}, which the rope type {scaling!r} does not use; expected only "
-            f"{listed(own.read)}. Remove unused settings."
+            f"{listed(rope_fields.read)}. Remove unused settings."
         )
     if scaling not in ("default", "linear", "proportional"):
         values.setdefault("original_max_positions", original)
@@ -166,3 +166,9 @@ def head_dim_of(fields: ConfigFields) -> int:
     if head_dim % 2:
         raise ValueError(f"{fields.where}: head_dim is {head_dim}; rotary embeddings need an even number.")
     return head_dim
+
+
+def num_kv_heads_of(fields: ConfigFields) -> int:
+    """Key-value heads: the field num_key_value_heads, or as many as query heads."""
+    has_field = fields.get("num_key_value_heads") is not None
+    return fields.count("num_key_value_heads" if has_field else "num_attention_heads")

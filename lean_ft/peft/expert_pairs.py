@@ -125,7 +125,7 @@ def _stack(
     """The shape of a stack's adapter, and its A and B. `names`: the adapted layers by their part of the stack and
     expert."""
     projection = stack.rpartition(".")[2]
-    num_experts, outputs, inputs = linear_shape(as_frozen(getattr(experts, projection)), experts.config.input_first)
+    num_experts, outputs, inputs = linear_shape(as_frozen(getattr(experts, projection)), experts.formula.input_first)
     for name in names.values():
         _check_pair(adapter, name, inputs, outputs // num_parts)
     widths = [
@@ -150,7 +150,7 @@ def _stack(
         for (part, expert), name in names.items()
     )
     factors = [(inputs, False), (outputs, True)]
-    if experts.config.input_first != experts.input_first_in_adapters:  # PEFT takes the outputs for the inputs
+    if experts.formula.input_first != experts.input_first_in_adapters:  # PEFT takes the outputs for the inputs
         factors.reverse()
     a, b = (
         StackedFactor(pairs, num_experts, rank, num_features, of_b, experts_last)

@@ -22,7 +22,7 @@ class ExpertsAdapter(AdaptedLayer):
     """The adapter of one stacked projection: `lora_A` (E * R, I) and `lora_B` (O, R * E), in PEFT's layout."""
 
     def __init__(self, base_layer: Experts, projection: str, shape: AdapterShape, dtype: torch.dtype) -> None:
-        self.projection, self.config = projection, base_layer.config
+        self.projection, self.formula = projection, base_layer.formula
         self.is_transposed = base_layer.input_first_in_adapters  # PEFT's interpretation
         super().__init__(base_layer, shape, dtype)
 
@@ -35,13 +35,13 @@ class ExpertsAdapter(AdaptedLayer):
         a = self.lora_A.unflatten(0, (-1, self.shape.rank)) * self.shape.scaling  # (E, R, I)
         b = self.lora_B.unflatten(1, (self.shape.rank, -1)).permute(2, 0, 1)  # (E, O, R)
         a, b = a.to(dtype), b.to(dtype)
-        return (a.mT, b.mT) if self.is_transposed == self.config.input_first else (b, a)
+        return (a.mT, b.mT) if self.is_transposed == self.formula.input_first else (b, a)
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         left, right = self.thin(torch.float32)
         weight = self.frozen.whole(torch.float32)
-        if self.config.input_first:
+        if self.formula.input_first:
             return torch.baddbmm(weight, left, right)
         return torch.baddbmm(weight, right.mT, left.mT)
 

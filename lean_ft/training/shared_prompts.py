@@ -36,9 +36,9 @@ def _why_not(model: Decoder, longest: int) -> str:
     """Why a prompt cannot be computed once for all its completions; empty if it can."""
     if model.config.has_states:
         return "the model has recurrent layers, whose state cannot branch"
-    if model.config.has_chunks:
+    if model.has_chunks:
         return "the model has layers that attend within chunks of positions"
-    for rope in model.rotary:
+    for rope, _ in model.rotary:
         if not rope.same_frequencies(1, longest):
             return (
                 f"the model's rotary frequencies ({rope.scaling}) change with the length of a text beyond "

@@ -52,8 +52,8 @@ def log_start(run: "Run") -> None:
     if run.device.type == "cuda" and isinstance(run.model, Decoder):
         dtype = getattr(torch, cfg.needed(ModelConfig).dtype)
         capability = torch.cuda.get_device_capability(run.device)
-        say("attention", describe_kernels(run.model.config, dtype, capability))
-        if any_in_blocks(run.model.config, dtype, capability):
+        say("attention", describe_kernels(run.model, dtype, capability))
+        if any_in_blocks(run.model, dtype, capability):
             _warn_of_one_row(cfg.group(DataConfig), cfg.batch_size)
     say("data", str(run.batches.report))
     if (optimizer := cfg.group(OptimizerConfig)) is not None:

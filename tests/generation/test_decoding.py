@@ -12,6 +12,8 @@ import torch
 
 from lean_ft.generation import Sampling, decoding, sample, sample_steps
 from lean_ft.models import build_decoder, load_model
+from lean_ft.models.families import FAMILIES
+from lean_ft.models.families.gemma import Gemma2
 from lean_ft.models.moe import MixtureOfExperts
 from lean_ft.peft import apply_lora
 from lean_ft.quantize import torchao_config
@@ -204,7 +206,8 @@ def test_a_cache_goes_on_from_any_point(make_checkpoint):
 def test_sinks_windows_and_caps_hold_with_a_cache(make_checkpoint, window, softcap):
     config = load_model(make_checkpoint("llama")[0]).config
     layers = tuple(replace(layer, window=window) for layer in config.layers)
-    config = replace(config, layers=layers, attention_softcap=softcap, attention_sinks=True, initializer_range=0.3)
+    capped = {"parts": FAMILIES["gemma2"].parts, "own": Gemma2(softcap)}
+    config = replace(config, layers=layers, attention_sinks=True, initializer_range=0.3, **capped)
     torch.manual_seed(0)
     model = build_decoder(config)
     ids = torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(0))

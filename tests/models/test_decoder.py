@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lean_ft.generation import Sampling, sample
+from lean_ft.images.batch import Images
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.memory import checkpoint_layers
 from lean_ft.models import Decoder, build_decoder, load_model
@@ -132,10 +133,19 @@ def test_boundaries_of_another_batch_are_refused(make_checkpoint):
         model(token_ids(2, 10), cu_seqlens=torch.tensor([0, 10, 19], dtype=torch.int32))
 
 
+def test_inputs_that_the_model_does_not_read_are_refused(make_checkpoint):
+    model, ids = load_model(make_checkpoint("qwen2")[0]), token_ids(1, 5)
+    assert torch.equal(model(ids, images=None), model(ids))
+    with pytest.raises(ValueError, match="images are not supported: the model was loaded without its vision tower"):
+        model(ids, images=Images(ids, (), ids[0], ids[0]))
+    with pytest.raises(ValueError, match="the decoder has no input postions. Did you mean 'positions'"):
+        model(ids, postions=ids)
+
+
 def test_layers_keep_neither_scores_nor_float32_copies_for_backward(make_checkpoint):
     model = load_model(make_checkpoint("llama")[0], dtype=torch.bfloat16)
     hidden = torch.randn(1, 256, 48, dtype=torch.bfloat16, requires_grad=True)
-    cos, sin = model.rotary[model.config.layers[0].rope](torch.arange(256)[None], torch.bfloat16)
+    cos, sin = model.rotary[model.config.rotations[0]](torch.arange(256)[None], torch.bfloat16)
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

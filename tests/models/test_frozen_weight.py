@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import Form, Frozen, FrozenParameter, as_frozen
-from lean_ft.models.moe import MixtureOfExperts
+from lean_ft.models.mix import ExpertFormula
+from lean_ft.models.moe import Experts, MixtureOfExperts
 from lean_ft.quantize.nf4 import to_nf4
 from tests.models.conftest import kept_bytes
 
@@ -62,8 +63,9 @@ class Expanded(TorchDispatchMode):
 @pytest.mark.parametrize("input_first", [False, True])
 def test_a_mixture_multiplies_quantized_stacks_and_keeps_nothing_dense(input_first, num_tokens, num_expanded):
     torch.manual_seed(0)
-    config = MixtureConfig(4, 2, 64, weights_sum_to_one=True, input_first=input_first)
-    mixture = MixtureOfExperts(64, config)
+    config = MixtureConfig(4, 2, 64, weights_sum_to_one=True)
+    experts = Experts(64, config, ExpertFormula(input_first=input_first))
+    mixture = MixtureOfExperts(64, config, experts=experts)
     for parameter in mixture.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     mixture.experts.requires_grad_(False)

@@ -3,6 +3,7 @@ every technique that runs a layer twice or hands its gradients over early."""
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from lean_ft.memory import apply_memory
 from lean_ft.models import decoder_config, load_model, save_model, tensors_on_disk
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.decoder import Decoder
+from lean_ft.models.families.gpt_oss import GptOssRouter
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.moe import MixtureOfExperts
+from lean_ft.models.mix import ExpertFormula
+from lean_ft.models.moe import Experts, MixtureOfExperts
 from lean_ft.models.routing import RoutingStatistics
 from lean_ft.settings import MemoryConfig
 from lean_ft.system.shards import ALONE
@@ -24,25 +27,36 @@ from tests.models.conftest import kept_bytes
 
 FAMILIES = ["mixtral", "qwen3_moe_some_layers", "olmoe", "gpt_oss"]
 SOFTMAX_OF_ALL = MixtureConfig(5, 2, 7, weights_sum_to_one=False, activation="gelu_tanh")
-KINDS = {
-    "softmax_of_all": SOFTMAX_OF_ALL,
-    "softmax_of_chosen": MixtureConfig(4, 3, 9, weights_sum_to_one=True),
-    "clamped_with_biases": MixtureConfig(
-        4, 2, 6, weights_sum_to_one=True, router_bias=True, expert_bias=True, input_first=True,
-        gates_interleaved=True, gate_scale=1.7, up_offset=1.0, limit=0.4,
-    ),
-    "sigmoids_that_weigh_inputs": MixtureConfig(
-        5, 2, 6, weights_sum_to_one=False, score="sigmoid", scales_input=True, input_first=True
-    ),
-}  # fmt: skip
 HIDDEN_SIZE = 11
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def clamped_with_biases(size: int) -> MixtureOfExperts:
+    config = MixtureConfig(4, 2, 6, weights_sum_to_one=True)
+    facts = {"gates_interleaved": True, "gate_scale": 1.7, "up_offset": 1.0, "limit": 0.4, "input_first": True}
+    experts = Experts(size, config, ExpertFormula.of(config, **facts), has_bias=True)
+    return MixtureOfExperts(size, config, GptOssRouter(size, config), experts)
+
+
+def sigmoids_that_weigh_inputs(size: int) -> MixtureOfExperts:
+    config = MixtureConfig(5, 2, 6, weights_sum_to_one=False, score="sigmoid")
+    formula = ExpertFormula.of(config, scales_input=True, input_first=True)
+    return MixtureOfExperts(size, config, experts=Experts(size, config, formula))
+
+
+# By name, a mixture of this hidden size.
+MIXTURES: dict[str, Callable[[int], MixtureOfExperts]] = {
+    "softmax_of_all": lambda size: MixtureOfExperts(size, SOFTMAX_OF_ALL),
+    "softmax_of_chosen": lambda size: MixtureOfExperts(size, MixtureConfig(4, 3, 9, weights_sum_to_one=True)),
+    "clamped_with_biases": clamped_with_biases,
+    "sigmoids_that_weigh_inputs": sigmoids_that_weigh_inputs,
+}
+
+
+@pytest.fixture(params=MIXTURES.values(), ids=MIXTURES.keys())
 def mixture(request: pytest.FixtureRequest) -> MixtureOfExperts:
     """A mixture in float64 whose last expert no token chooses."""
     torch.manual_seed(0)
-    mixture = MixtureOfExperts(HIDDEN_SIZE, request.param).double()
+    mixture = request.param(HIDDEN_SIZE).double()
     for parameter in mixture.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5)
     # Every token has a 1 in its first feature, so its weight there is a bias of the router.
@@ -60,6 +74,7 @@ def tokens(*shape: int) -> Tensor:
 def each_expert_by_itself(mixture: MixtureOfExperts, x: Tensor, chosen: Tensor | None = None) -> Tensor:
     """Every expert computes every token; experts that were not chosen have weight 0."""
     config, experts, rows = mixture.config, mixture.experts, x.flatten(0, -2)
+    formula = experts.formula
     logits = F.linear(rows, mixture.gate.weight, mixture.gate.bias)
     chosen = logits.topk(config.experts_per_token).indices if chosen is None else chosen.flatten(0, -2)
     is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
@@ -71,20 +86,20 @@ def each_expert_by_itself(mixture: MixtureOfExperts, x: Tensor, chosen: Tensor |
     for e in range(config.num_experts):
         into, out_of = experts.gate_up_proj[e], experts.down_proj[e]
         weight = weights[:, e : e + 1]
-        factors = (rows * weight if config.scales_input else rows) @ (into if config.input_first else into.T)
+        factors = (rows * weight if formula.scales_input else rows) @ (into if formula.input_first else into.T)
         if experts.gate_up_proj_bias is not None:
             factors = factors + experts.gate_up_proj_bias[e]
-        gate, up = (factors[:, ::2], factors[:, 1::2]) if config.gates_interleaved else factors.chunk(2, -1)
-        if config.limit is not None:
-            gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
+        gate, up = (factors[:, ::2], factors[:, 1::2]) if formula.gates_interleaved else factors.chunk(2, -1)
+        if formula.limit is not None:
+            gate, up = gate.clamp(max=formula.limit), up.clamp(-formula.limit, formula.limit)
         if config.activation == "gelu_tanh":
             gate = F.gelu(gate, approximate="tanh")
         else:
-            gate = gate * torch.sigmoid(config.gate_scale * gate)
-        out = (gate * (up + config.up_offset)) @ (out_of if config.input_first else out_of.T)
+            gate = gate * torch.sigmoid(formula.gate_scale * gate)
+        out = (gate * (up + formula.up_offset)) @ (out_of if formula.input_first else out_of.T)
         if experts.down_proj_bias is not None:
             out = out + experts.down_proj_bias[e]
-        total = total + (out if config.scales_input else weight * out)
+        total = total + (out if formula.scales_input else weight * out)
     return total.view_as(x)
 
 

@@ -116,8 +116,8 @@ def test_completions_with_a_shared_prompt_equal_each_with_its_own(checkpoint, ca
     prefixes = torch.tensor(
         [(row + a, row + b) for row in (0, 64) for a, b in [(0, 0), (0, 13), (0, 13), (0, 0)]]
     ).int()
-    refuses = model.config.has_states or model.config.has_chunks
-    if refuses or not all(rope.same_frequencies(1, PROMPT + LONGER) for rope in model.rotary):
+    refuses = model.config.has_states or model.has_chunks
+    if refuses or not all(rope.same_frequencies(1, PROMPT + LONGER) for rope, _ in model.rotary):
         return  # `shares_prompts` refuses it
     ids, alone = texts()
     logits = model(ids, cu_seqlens=cu_seqlens, prefixes=prefixes, num_prefix_tokens=4 * PROMPT).flatten(0, 1)

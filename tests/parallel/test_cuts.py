@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lean_ft.models.config import DeltaRuleConfig, LatentConfig, MixtureConfig
+from lean_ft.models.config import DecoderConfig, DeltaRuleConfig, FamilyParts, LatentConfig, MixtureConfig
 from lean_ft.models.families import FAMILIES
-from lean_ft.models.families.mimo_v2_flash import Mimo
+from lean_ft.models.families.gpt_oss import GptOss
+from lean_ft.models.families.llama4 import Llama4Experts
+from lean_ft.models.families.mimo_v2_flash import Mimo, MimoAttention
 from lean_ft.models.rope import RopeConfig
 from lean_ft.parallel import join, parallelize
 from lean_ft.settings import LoRAConfig, MemoryConfig, OptimizerConfig, ParallelConfig
@@ -31,28 +33,30 @@ MIXTURE = MixtureConfig(
 SHARED = replace(MIXTURE, shared_intermediate_size=40, shared_gate=True)
 LATENT = {"latent": LatentConfig(rank=12, query_rank=None, plain_dim=8, value_dim=16), "num_kv_heads": 4}
 STATE = {"rope": None, "mixer": DeltaRuleConfig(2, 4, 8, 6, num_taps=3, fused_projections=True)}
-BIASED = MixtureConfig(
-    num_experts=4,
-    experts_per_token=3,
-    intermediate_size=16,
-    weights_sum_to_one=False,
-    router_bias=True,
-    expert_bias=True,
-    input_first=True,
-    limit=7.0,
-    up_offset=1.0,
-)
-WEIGHED = MixtureConfig(
-    num_experts=8,
-    experts_per_token=2,
-    intermediate_size=32,
-    weights_sum_to_one=False,
-    score="sigmoid",
-    scales_input=True,
-)
-SMALL_VALUES = {"parts": FAMILIES["mimo_v2_flash"].parts, "own": Mimo(value_dim=3, value_multiplier=0.7)}
+BIASED = {
+    "layer": {"mixture": replace(MIXTURE, num_experts=4, experts_per_token=3, router_aux_loss_coef=0.0)},
+    "parts": FAMILIES["gpt_oss"].parts,
+    "own": GptOss(gate_scale=1.0, limit=7.0),
+}
+WEIGHED = {
+    "layer": {"mixture": replace(MIXTURE, weights_sum_to_one=False, score="sigmoid", router_aux_loss_coef=0.0)},
+    "parts": FamilyParts(experts=Llama4Experts, splits=True),
+}
+SMALL_VALUES = {
+    "parts": FAMILIES["mimo_v2_flash"].parts,
+    "own": Mimo(value_dim=3, value_multiplier=0.7),
+    "layer": {"window": 5},
+}
 ODD = MixtureConfig(num_experts=5, experts_per_token=2, intermediate_size=32, weights_sum_to_one=True)
 ALONE = ParallelConfig()
+
+
+class CappedMimo(MimoAttention):
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
+        super().__init__(config, layer_index)
+        self.scoring = replace(self.scoring, softcap=20.0)
+
+
 FULL = {"activation_checkpointing": "full"}
 ATTENTION_LORA = LoRAConfig(rank=4, dora=True, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
 
@@ -80,7 +84,7 @@ TWO: dict[str, Case] = {
     "context, adafactor": Case(CONTEXT, {"name": "adafactor"}),
     "context, sinks, cap and window": Case(
         CONTEXT,
-        model={"attention_sinks": True, "attention_softcap": 20.0, **SMALL_VALUES, "layer": {"window": 5}},
+        model={"attention_sinks": True, **SMALL_VALUES, "parts": FamilyParts(attention=CappedMimo, splits=True)},
     ),
     "context, dynamic": Case(CONTEXT, model={"layer": {"rope": DYNAMIC}}),
     "context, longrope in backward, recomputed, clipped": Case(
@@ -93,11 +97,16 @@ TWO: dict[str, Case] = {
     "context, mixture": Case(CONTEXT, {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}),
     "context, adapter": Case(CONTEXT, {"in_backward": True}, model={"lora": LoRAConfig(rank=4, dora=True)}),
     "context, norms without weights": Case(
-        CONTEXT, {"in_backward": True}, FULL, model={"norm_weights": False, "parts": FAMILIES["nanochat"].parts}
+        CONTEXT, {"in_backward": True}, FULL, model={"norm_parameters": "none", "parts": FAMILIES["nanochat"].parts}
     ),
     "shards of norms of heads": Case(
         ALONE,
-        model={"qk_norm": "centered_by_head", "norm_centered": True, "norm_bias": True, "norm_weight_offset": 1.0},
+        model={
+            "qk_norm": "centered_by_head",
+            "norm_centered": True,
+            "norm_parameters": "weight_and_bias",
+            "norm_weight_offset": 1.0,
+        },
     ),
     "tensor, biases, head norms, sinks": Case(
         TENSOR,
@@ -120,15 +129,13 @@ TWO: dict[str, Case] = {
     "tensor, momentum": Case(TENSOR, {"momentum": 0.9}),
     "experts, tied": Case(EXPERTS, model={"layer": {"mixture": MIXTURE}, "tied": True}),
     "experts, adafactor": Case(EXPERTS, {"name": "adafactor"}, model={"layer": {"mixture": MIXTURE}}),
-    "experts in backward, recomputed": Case(
-        EXPERTS, {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": WEIGHED}}
-    ),
+    "experts in backward, recomputed": Case(EXPERTS, {"in_backward": True}, FULL, micro_batches=4, model=WEIGHED),
     "experts with biases, selective, tiled, clipped": Case(
         EXPERTS,
         memory={"activation_checkpointing": "selective", "tile_mlp": 2},
         clip=0.5,
         micro_batches=3,
-        model={"layer": {"mixture": BIASED}},
+        model=BIASED,
     ),
     "experts, adapter of attention": Case(
         EXPERTS, {"in_backward": True}, model={"layer": {"mixture": MIXTURE}, "lora": ATTENTION_LORA}
@@ -157,9 +164,7 @@ FOUR: dict[str, Case] = {
     "experts, sharded": Case(
         parallel(experts=2), {"in_backward": True}, FULL, micro_batches=4, model={"layer": {"mixture": MIXTURE}}
     ),
-    "experts over replicas": Case(
-        parallel(replicate=2, experts=2), clip=0.5, micro_batches=5, model={"layer": {"mixture": BIASED}}
-    ),
+    "experts over replicas": Case(parallel(replicate=2, experts=2), clip=0.5, micro_batches=5, model=BIASED),
     "experts on four ranks, sharded by all": Case(
         parallel(context=2, tensor=2, experts=4), {"in_backward": True}, FULL, model={"layer": {"mixture": MIXTURE}}
     ),

@@ -33,8 +33,7 @@ GROWTH = {"query_growth": 0.3, "query_growth_positions": 4}
 OF_DECODER: dict[str, list[dict[str, Any]]] = {
     "norm_placement": [{"norm_placement": name} for name in ("post", "both", "parallel", "parallel_normed")],
     "norm_centered": [CENTERED],
-    "norm_weights": [{"norm_weights": False}],
-    "norm_bias": [CENTERED | {"norm_bias": True}],
+    "norm_parameters": [{"norm_parameters": "none"}, CENTERED | {"norm_parameters": "weight_and_bias"}],
     "norm_weight_offset": [{"norm_weight_offset": 1.0}],
     "qkv_bias": [{"qkv_bias": True}],
     "output_bias": [{"output_bias": True}],
@@ -50,7 +49,6 @@ OF_DECODER: dict[str, list[dict[str, Any]]] = {
     "qk_norm": [{"qk_norm": name} for name in ("head", "turned_head", "projection", "centered", "centered_by_head")],
     "value_norm": [{"value_norm": True}],
     "attention_scale": [{"attention_scale": 0.1}],
-    "attention_softcap": [{"attention_softcap": 20.0}],
     "latent": [LATENT],
     "attention_gate": [{"attention_gate": "own"}, {"attention_gate": "in_query"}],
     "attention_sinks": [{"attention_sinks": True}],
@@ -67,28 +65,16 @@ OF_DECODER: dict[str, list[dict[str, Any]]] = {
 }
 OF_LAYER: dict[str, list[dict[str, Any]]] = {
     "window": [{"layer": {"window": 5}}],
-    "chunk": [{"layer": {"chunk": 8}}],
     "mixer": [{"layer": STATE}],
     "has_attention": [{"layer": {"rope": None, "has_attention": False}}],
-    "has_mlp": [{"layer": {"has_mlp": False}}],
     "mixture": [{"layer": {"mixture": MIXTURE}}],
-    "num_kv_heads": [{"layer": {"num_kv_heads": 4}}, {"layer": {"num_kv_heads": 1}}],
-    "head_dim": [{"layer": {"head_dim": 8, "rope": replace(ROPE, head_dim=8)}}],
-    "intermediate_size": [{"layer": {"intermediate_size": 96}}, {"layer": {"intermediate_size": 97}}],
-    "has_sinks": [{"attention_sinks": True, "layer": {"has_sinks": False}}],
+    "intermediate_size": [{"layer": {"intermediate_size": size}} for size in (96, 97, 0)],
+    "kv_shape": [{"layer": {"kv_shape": shape}} for shape in ((4, 16), (1, 16), (2, 8))],
     "kv_from_layer": [{"layer": {"kv_from_layer": 0}}],
 }
 _MIXTURES: dict[str, list[MixtureConfig]] = {
     "router_name": [replace(MIXTURE, router_name="router")],
-    "router_bias": [replace(MIXTURE, router_bias=True)],
-    "expert_bias": [replace(MIXTURE, expert_bias=True)],
-    "input_first": [replace(MIXTURE, input_first=True)],
-    "gates_interleaved": [replace(MIXTURE, gates_interleaved=True)],
-    "activation": [replace(MIXTURE, activation="gelu_tanh")],
-    "gated": [replace(MIXTURE, gated=False, activation="relu2")],
-    "gate_scale": [replace(MIXTURE, gate_scale=1.7)],
-    "up_offset": [replace(MIXTURE, up_offset=1.0)],
-    "limit": [replace(MIXTURE, limit=0.1)],
+    "activation": [replace(MIXTURE, activation=name) for name in ("gelu_tanh", "relu2")],
     "shared_intermediate_size": [GATED],
     "shared_name": [replace(GATED, shared_name="shared_experts")],
     "shared_is_fused": [replace(GATED, shared_is_fused=True)],
@@ -97,16 +83,13 @@ _MIXTURES: dict[str, list[MixtureConfig]] = {
     "has_score_correction": [replace(MIXTURE, score="sigmoid", has_score_correction=True)],
     "num_groups": [GROUPS],
     "groups_per_token": [replace(GROUPS, groups_per_token=3)],
-    "scores_per_group": [replace(GROUPS, scores_per_group=1)],
     "weights_factor": [replace(MIXTURE, weights_factor=2.5)],
-    "scales_input": [replace(MIXTURE, weights_sum_to_one=False, score="sigmoid", scales_input=True)],
     "router_in_float32": [replace(MIXTURE, router_in_float32=True)],
     "router_weight_in_float32": [replace(MIXTURE, router_in_float32=True, router_weight_in_float32=True)],
     "router_aux_loss_coef": [MIXTURE],
 }
 _ROPES: dict[str, list[dict[str, Any]]] = {
     "scaling": [{"scaling": "linear", "factor": 4.0}, DYNAMIC, LLAMA3, YARN, LONG],
-    "head_dim": [],  # as that of a layer
     "rotary_fraction": [{"rotary_fraction": 0.5}],
     "interleaved": [{"interleaved": True}],
     "in_float32": [{"in_float32": True}],
@@ -127,7 +110,6 @@ _ROPES: dict[str, list[dict[str, Any]]] = {
 }
 OF_MIXTURE = {name: [{"layer": {"mixture": one}} for one in values] for name, values in _MIXTURES.items()}
 OF_ROPE = {name: [{"layer": {"rope": replace(ROPE, **value)}} for value in values] for name, values in _ROPES.items()}
-OF_ROPE["head_dim"] = OF_LAYER["head_dim"]
 FACTS = {DecoderConfig: OF_DECODER, LayerConfig: OF_LAYER, MixtureConfig: OF_MIXTURE, RopeConfig: OF_ROPE}
 # Facts without a case: images are in test_image_towers.py, and each family with parts of its own is in
 # `CASES_WITH_PARTS`.

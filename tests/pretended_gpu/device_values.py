@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
-from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import _expand_stepwise
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.mix import activation, activation_gradient
+from lean_ft.models.mix import ExpertFormula, activation, activation_gradient
 
 # Operations whose result shape depends on values, or whose host code reads values. Their host code does not run,
 # because an empty kernel has not written the values.
@@ -184,21 +183,21 @@ def _expanded(host_code: Callable[..., None], numbers: Tensor, scales: Tensor, o
 def _expert_activation(host_code: Callable[..., None], results: Sequence[Tensor], *args: Any) -> None:
     host_code(results, *args)
     factors, weights, bias, experts, grad, needs_inner = (on_cpu(x) if isinstance(x, Tensor) else x for x in args[:6])
-    names = ("activation", "gated", "gates_interleaved", "gate_scale", "up_offset", "limit", "scales_input")
-    config = MixtureConfig(1, 1, 1, weights_sum_to_one=True, **dict(zip(names, args[6:], strict=True)))
+    activation_name, _, *facts = args[6:]
+    formula = ExpertFormula(activation_name, *facts)
     targets = [on_cpu(result) for result in results]
 
     def values() -> None:
         given = factors.float() if bias is None else factors.float() + bias[experts].float()
-        weighed = given * weights if config.scales_input else given
-        inner = activation(weighed, config)
+        weighed = given * weights if formula.scales_input else given
+        inner = activation(weighed, formula)
         if grad is not None:
-            grad_factors = activation_gradient(weighed, grad.float(), config)
-            products = given * grad_factors if config.scales_input else inner * grad.float()
+            grad_factors = activation_gradient(weighed, grad.float(), formula)
+            products = given * grad_factors if formula.scales_input else inner * grad.float()
             targets[1].copy_(grad_factors * weights)
             targets[2].copy_(products.sum(-1))
         if needs_inner:
-            targets[0].copy_(inner if config.scales_input else inner * weights)
+            targets[0].copy_(inner if formula.scales_input else inner * weights)
 
     _compute(values)
 

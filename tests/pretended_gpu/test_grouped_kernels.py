@@ -5,15 +5,15 @@ import copy
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from lean_ft.models import grouped_kernels
-from lean_ft.models.config import MixtureConfig
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
-from lean_ft.models.moe import Experts
-from tests.models.test_moe import KINDS
+from lean_ft.models.moe import MixtureOfExperts
+from tests.models.test_moe import MIXTURES
 from tests.pretended_gpu.cards import triton_environment
 
 IMPORTS = """
@@ -21,10 +21,9 @@ import itertools, torch
 from dataclasses import replace
 from torch.nn import functional as F
 import tests.pretended_gpu.interpreter
-from lean_ft.models.config import MixtureConfig
 from lean_ft.models.expert_kernels import activate
 from lean_ft.models.grouped_kernels import multiply, multiply_outer
-from lean_ft.models.mix import _formula, _results
+from lean_ft.models.mix import ExpertFormula, _results
 
 torch.manual_seed(0)
 """
@@ -52,42 +51,42 @@ print("right")
 
 
 ACTIVATION_VALUES = """
-silu = MixtureConfig(5, 2, 6, weights_sum_to_one=True)
+silu = ExpertFormula()
 clamped = replace(silu, gates_interleaved=True, gate_scale=1.7, up_offset=1.0, limit=0.7)
-relu2 = replace(silu, activation="relu2", gated=False)
-kinds = [silu, clamped, relu2, replace(clamped, gates_interleaved=False)]
-kinds += [replace(silu, activation="gelu"), replace(silu, activation="gelu_tanh"), replace(clamped, expert_bias=True)]
-kinds += [replace(kind, scales_input=True) for kind in (silu, clamped, relu2)]
+relu2 = replace(silu, activation="relu2")
+formulas = [silu, clamped, relu2, replace(clamped, gates_interleaved=False)]
+formulas += [replace(silu, activation="gelu"), replace(silu, activation="gelu_tanh")]
+formulas += [replace(formula, scales_input=True) for formula in (silu, clamped, relu2)]
 functions = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
-def plain(factors, weights, bias, experts, config):
+def plain(factors, weights, bias, experts, formula):
     factors = factors if bias is None else factors + bias[experts]
-    factors = factors * weights if config.scales_input else factors
-    if config.gated:
-        gate, up = (factors[:, ::2], factors[:, 1::2]) if config.gates_interleaved else factors.chunk(2, -1)
-        if config.limit is not None:
-            gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
-        scale = config.gate_scale
-        inner = functions[config.activation](gate * scale) / scale * (up + config.up_offset)
+    factors = factors * weights if formula.scales_input else factors
+    if formula.gated:
+        gate, up = (factors[:, ::2], factors[:, 1::2]) if formula.gates_interleaved else factors.chunk(2, -1)
+        if formula.limit is not None:
+            gate, up = gate.clamp(max=formula.limit), up.clamp(-formula.limit, formula.limit)
+        scale = formula.gate_scale
+        inner = functions[formula.activation](gate * scale) / scale * (up + formula.up_offset)
     else:
         inner = F.relu(factors).square()
-    return inner if config.scales_input else inner * weights
+    return inner if formula.scales_input else inner * weights
 
 tolerances = ((torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 6e-3))
-for config, width, (dtype, tolerance) in itertools.product(kinds, (6, 1500), tolerances):
-    factors, grad = torch.randn(9, 2 * width if config.gated else width).to(dtype), torch.randn(9, width).to(dtype)
+for formula, has_bias, width, (dtype, tolerance) in itertools.product(formulas, (False, True), (6, 1500), tolerances):
+    factors, grad = torch.randn(9, 2 * width if formula.gated else width).to(dtype), torch.randn(9, width).to(dtype)
     weights, experts = torch.rand(9, 1), torch.randint(5, (9,))
-    bias = torch.randn(5, factors.shape[1]).to(dtype) if config.expert_bias else None
+    bias = torch.randn(5, factors.shape[1]).to(dtype) if has_bias else None
     exact = [tensor.double().requires_grad_() for tensor in (factors, weights)]
-    inner = plain(*exact, None if bias is None else bias.double(), experts, config)
+    inner = plain(*exact, None if bias is None else bias.double(), experts, formula)
     grads = torch.autograd.grad(inner, exact, grad.double())
     for given, needs_inner in ((None, True), (grad, True), (grad, False)):
-        found = _results(factors, weights, bias, experts, given, needs_inner, *_formula(config))
-        activate(found, factors, weights, bias, experts, given, needs_inner, *_formula(config))
+        found = _results(factors, weights, bias, experts, given, needs_inner, *formula.for_kernel())
+        activate(found, factors, weights, bias, experts, given, needs_inner, *formula.for_kernel())
         true = (inner if needs_inner else inner[:0], *(grads if given is not None else (x[:0] for x in grads)))
         for one, other, name in zip(found, true, ("activation", "factors", "weights")):
             error = (one - other.view(one.shape)).norm()
-            assert error <= tolerance * other.norm(), (name, config, dtype, width, error / other.norm())
+            assert error <= tolerance * other.norm(), (name, formula, dtype, width, error / other.norm())
 print("right")
 """
 
@@ -212,18 +211,23 @@ def test_what_is_generated_multiplies_this_type_sums_float32_and_rounds_to_neare
 
 
 @pytest.mark.cards("A100", "H100")
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES.keys())
 @pytest.mark.parametrize("adapts", [False, True], ids=["trained", "adapters"])
-def test_a_mixtures_fused_kernels_give_the_cpus_gradients_without_waits(kind: MixtureConfig, adapts: bool) -> None:
+def test_a_mixtures_fused_kernels_give_the_cpus_gradients_without_waits(
+    mixture: Callable[[int], MixtureOfExperts], adapts: bool
+) -> None:
     torch.manual_seed(0)
-    experts, size, inner, rank = Experts(16, kind), 16, kind.intermediate_size, 4
+    size, rank = 16, 4
+    experts = mixture(size).experts
+    config = experts.config
+    inner = config.intermediate_size
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     experts.requires_grad_(not adapts)
     shapes = (size, rank), (rank, 2 * inner), (inner, rank), (rank, size)
-    thin = [torch.randn(kind.num_experts, *shape, requires_grad=True) for shape in shapes] if adapts else []
-    scores = torch.randn(12, kind.num_experts)
-    chosen = scores.topk(kind.experts_per_token).indices
+    thin = [torch.randn(config.num_experts, *shape, requires_grad=True) for shape in shapes] if adapts else []
+    scores = torch.randn(12, config.num_experts)
+    chosen = scores.topk(config.experts_per_token).indices
     inputs = [torch.randn(12, size, requires_grad=True), scores.gather(1, chosen).requires_grad_()]
     grad, found = torch.randn(12, size), []
     for device in ("cpu", "cuda"):

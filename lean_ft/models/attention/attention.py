@@ -77,8 +77,9 @@ class Sight(NamedTuple):
         keys = torch.arange(num_tokens + num_prefix_tokens, dtype=torch.int32, device=bounds.device)
         document = torch.bucketize(keys, key_cu_seqlens, right=True) - 1
         nth = keys - key_cu_seqlens[document]
-        own = cu_seqlens[document] + nth - before[document]
-        return cls(bounds, torch.where(nth < before[document], begins[document] + nth, own), key_cu_seqlens)
+        in_document = cu_seqlens[document] + nth - before[document]
+        index = torch.where(nth < before[document], begins[document] + nth, in_document)
+        return cls(bounds, index, key_cu_seqlens)
 
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -95,7 +96,7 @@ class Attention(nn.Module):
         super().__init__()
         layer, hidden_size = config.layers[layer_index], config.hidden_size
         self.head_dim = config.head_dim_of(layer_index)
-        self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap, layer.chunk)
+        self.scoring = Scoring(config.attention_scale, layer.window)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
         self.value_dim = self.features_of_values(config)
         self.split_sizes = [query_size, kv_size, kv_size]
@@ -122,7 +123,7 @@ class Attention(nn.Module):
             sizes = (query_size, kv_size) if self.qk_norm == "projection" else (self.head_dim, self.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(n, config.norm_eps, config.norm_weight_offset) for n in sizes)
         self.value_norm_eps = config.norm_eps if config.value_norm else None
-        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks and layer.has_sinks else None
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
         self.attend: Attend = attend  # replaced if ranks share a row
 
     def features_of_values(self, config: DecoderConfig) -> int:
@@ -208,7 +209,7 @@ class AttentionToShared(nn.Module):
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         layer, self.head_dim = config.layers[layer_index], config.head_dim_of(layer_index)
-        self.scoring = Scoring(config.attention_scale, layer.window, config.attention_softcap)
+        self.scoring = Scoring(config.attention_scale, layer.window)
         self.q_proj = nn.Linear(config.hidden_size, config.num_heads * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps, config.norm_weight_offset)

@@ -6,15 +6,17 @@ of eager operations (`row_attention`), which run everywhere and are slow.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.attention as torch_attention
 from torch import Tensor
 
-from lean_ft.models.config import DecoderConfig
 from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.system.units import counted
+
+if TYPE_CHECKING:
+    from lean_ft.models.decoder import Decoder
 
 Kernel = Literal["flash", "own", "eager"]
 
@@ -95,46 +97,51 @@ def choose_kernel(
     return "eager", f"{'sinks' if is_for_flash else reason}{missing}"
 
 
-def any_in_blocks(config: DecoderConfig, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+def any_in_blocks(model: "Decoder", dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether a layer has no kernel in training: its attention goes over whole rows in blocks, whatever documents they
     hold."""
-    layers = [i for i, layer in enumerate(config.layers) if layer.has_attention]
-    return any(_kernel_of(config, i, dtype, capability)[0] == "eager" for i in layers)
+    return any(_kernel_of(layer, dtype, capability)[0] == "eager" for layer in _attention_layers(model))
 
 
-def describe_kernels(config: DecoderConfig, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+def describe_kernels(model: "Decoder", dtype: torch.dtype, capability: tuple[int, int]) -> str:
     """The kernels of all layers in training, for the log: `flash kernel (FlashAttention 2) in 25 layers; ...`. Tokens
     of images that see each other are not considered."""
-    layers = [i for i, layer in enumerate(config.layers) if layer.has_attention]
-    found = [_describe(config, i, dtype, capability) for i in layers]
-    kinds = list(dict.fromkeys(found))
-    if len(kinds) < 2:
-        return "".join(kinds)
-    return "; ".join(f"{kind} in {counted(found.count(kind), 'layers')}" for kind in kinds)
+    by_layer = [_describe(layer, dtype, capability) for layer in _attention_layers(model)]
+    kernels = list(dict.fromkeys(by_layer))
+    if len(kernels) < 2:
+        return "".join(kernels)
+    return "; ".join(f"{kernel} in {counted(by_layer.count(kernel), 'layers')}" for kernel in kernels)
 
 
-def _has_sinks(config: DecoderConfig, layer: int) -> bool:
-    return config.attention_sinks and config.layers[layer].has_sinks
+class _AttentionLayer(NamedTuple):
+    head_dim: int
+    has_softcap: bool
+    has_sinks: bool
 
 
-def _kernel_of(
-    config: DecoderConfig, layer: int, dtype: torch.dtype, capability: tuple[int, int]
-) -> tuple[Kernel, str]:
-    latent, head_dim = config.latent, config.head_dim_of(layer)
-    if latent is not None:
-        head_dim = max(latent.plain_dim + head_dim, latent.value_dim)
-    is_plain, sinks = config.attention_softcap is None, _has_sinks(config, layer)
-    return choose_kernel(head_dim, dtype, capability, is_plain=is_plain, sinks=sinks)
+def _attention_layers(model: "Decoder") -> Iterator[_AttentionLayer]:
+    latent = model.config.latent
+    for i, layer in enumerate(model.config.layers):
+        if not layer.has_attention:
+            continue
+        attention: Any = model.layers[i].self_attn
+        head_dim = model.config.head_dim_of(i)
+        if latent is not None:
+            head_dim = max(latent.plain_dim + head_dim, latent.value_dim)
+        has_sinks = getattr(attention, "sinks", None) is not None
+        yield _AttentionLayer(head_dim, attention.scoring.softcap is not None, has_sinks)
 
 
-def _describe(config: DecoderConfig, layer: int, dtype: torch.dtype, capability: tuple[int, int]) -> str:
-    kernel, reason = _kernel_of(config, layer, dtype, capability)
+def _kernel_of(layer: _AttentionLayer, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Kernel, str]:
+    return choose_kernel(layer.head_dim, dtype, capability, is_plain=not layer.has_softcap, sinks=layer.has_sinks)
+
+
+def _describe(layer: _AttentionLayer, dtype: torch.dtype, capability: tuple[int, int]) -> str:
+    kernel, reason = _kernel_of(layer, dtype, capability)
     if kernel == "flash":
         version = (_active() or "FA2").removeprefix("FA")
-        return (
-            f"flash kernel (FlashAttention {version}){', sinks joined afterwards' if _has_sinks(config, layer) else ''}"
-        )
-    reason = "soft cap" if config.attention_softcap is not None and reason.startswith("a soft cap") else reason
+        return f"flash kernel (FlashAttention {version}){', sinks joined afterwards' if layer.has_sinks else ''}"
+    reason = "soft cap" if layer.has_softcap and reason.startswith("a soft cap") else reason
     return f"own Triton kernel: {reason}" if kernel == "own" else f"blocks of eager operations (slow): {reason}"
 
 

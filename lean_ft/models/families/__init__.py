@@ -14,6 +14,7 @@ from lean_ft.models.families.family import Family, no_layer
 from lean_ft.models.families.gemma import GEMMA
 from lean_ft.models.families.gemma3n import GEMMA3N
 from lean_ft.models.families.gemma4 import GEMMA4
+from lean_ft.models.families.gpt_oss import GPT_OSS
 from lean_ft.models.families.hybrids import HYBRIDS
 from lean_ft.models.families.latent import LATENT
 from lean_ft.models.families.layer_norm import LAYER_NORM
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     **GEMMA3N,
     **GEMMA4,
     **MIXTURES,
+    **GPT_OSS,
     **PHIMOE,
     **LLAMA4,
     **CORRECTED_MIXTURES,
@@ -59,22 +61,24 @@ def family_of(model_type: Any) -> Family | None:
     not a valid row."""
     if not isinstance(model_type, str):
         return None
-    own = own_row(model_type)
-    if model_type in FAMILIES or own is None:
+    entry = own_row(model_type)
+    if model_type in FAMILIES or entry is None:
         return FAMILIES.get(model_type)
-    if own.row is None:
-        row = load_value(own.setting)
+    if entry.row is None:
+        row = load_value(entry.setting)
         if not isinstance(row, Family):
-            raise ValueError(f"{own.setting} is a {type(row).__name__}; expected a Family of lean_ft.models.families.")
-        for kind, facts, config in (("facts", row.facts, DecoderConfig), ("mixture", row.mixture, MixtureConfig)):
-            known = [field.name for field in fields(config) if field.name not in ("parts", "own")]
-            if unknown := [name for name in facts if name not in known]:
-                meant = did_you_mean(unknown[0], known)
+            raise ValueError(
+                f"{entry.setting} is a {type(row).__name__}; expected a Family of lean_ft.models.families."
+            )
+        for part, facts, config in (("facts", row.facts, DecoderConfig), ("mixture", row.mixture, MixtureConfig)):
+            valid = [field.name for field in fields(config) if field.name not in ("parts", "own")]
+            if unknown := [name for name in facts if name not in valid]:
+                meant = did_you_mean(unknown[0], valid)
                 raise ValueError(
-                    f"{own.setting}: {kind} has {unknown[0]}; expected fields of {config.__name__}.{meant}"
+                    f"{entry.setting}: {part} has {unknown[0]}; expected fields of {config.__name__}.{meant}"
                 )
-        own.row = row
-    return own.row
+        entry.row = row
+    return entry.row
 
 
 def own_row(model_type: str) -> OwnRow | None:

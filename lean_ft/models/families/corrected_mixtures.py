@@ -50,8 +50,7 @@ def _shared_intermediate_size(fields: ConfigFields, number: str) -> int:
 class RouterWithRow(Router):
     """The correction is stored as (1, E) (ERNIE 4.5)."""
 
-    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
-        super().__init__(hidden_size, config)
+    def add_others(self, config: MixtureConfig) -> None:
         self.e_score_correction_bias = nn.Buffer(torch.empty(1, config.num_experts))
 
 
@@ -92,7 +91,7 @@ CORRECTED_MIXTURES: dict[str, Family] = {
             "shared_name": "shared_experts", "has_score_correction": True, "router_in_float32": True,
             "router_weight_in_float32": True, "router_aux_loss_coef": router_aux_loss_coef,
         },
-        parts=FamilyParts(router=RouterWithRow.of, splits=True),
+        parts=FamilyParts(router=RouterWithRow, splits=True),
         has_mixture=_every_nth_layer_between,
         on_disk={"mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",), **EXPERTS_ON_DISK},
         defaults={

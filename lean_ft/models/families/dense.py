@@ -67,9 +67,9 @@ def _rope_with_alpha(fields: ConfigFields, layer: int, is_windowed: bool) -> Rop
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("alpha"):
         return rope_config(fields)
-    own = fields.object(key, rope_theta=fields.get("rope_theta"))
+    rope_fields = fields.object(key, rope_theta=fields.get("rope_theta"))
     head_dim = head_dim_of(fields)
-    theta = own.positive("rope_theta") * own.positive("alpha") ** (head_dim / (head_dim - 2))
+    theta = rope_fields.positive("rope_theta") * rope_fields.positive("alpha") ** (head_dim / (head_dim - 2))
     return rope_config(fields, settings={"rope_theta": theta}, key=key)
 
 
@@ -77,11 +77,11 @@ def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bo
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("llama_4_scaling_beta"):
         return rope_config(fields)
-    own = fields.object(key)
-    growth = own.positive("llama_4_scaling_beta"), own.positive("original_max_position_embeddings")
+    rope_fields = fields.object(key)
+    growth = rope_fields.positive("llama_4_scaling_beta"), rope_fields.positive("original_max_position_embeddings")
     # The settings repeat the longest context.
-    known = {name: value for name, value in settings.items() if name not in ("llama_4_scaling_beta", _LONGEST)}
-    return rope_config(fields, settings=known, key=key, query_growth=growth[0], query_growth_positions=growth[1])
+    kept = {name: value for name, value in settings.items() if name not in ("llama_4_scaling_beta", _LONGEST)}
+    return rope_config(fields, settings=kept, key=key, query_growth=growth[0], query_growth_positions=growth[1])
 
 
 # A table: related fields share a line.

@@ -13,7 +13,7 @@ from lean_ft.system.config_fields import ConfigFields
 
 # Readers of a field by its name.
 flag, count, number, number_or_null = (
-    partial(methodcaller, kind) for kind in ("flag", "count", "positive", "positive_or_null")
+    partial(methodcaller, reader) for reader in ("flag", "count", "positive", "positive_or_null")
 )
 
 # Which layers have a window if config.json does not list layer types, by the fields and the layer's number.
@@ -67,12 +67,12 @@ def rope_by_window(fields: ConfigFields, layer: int, is_windowed: bool, **facts:
     if fields.get("rope_parameters") is None:
         scaling = {} if is_windowed else fields.get("rope_scaling") or {}
         return rope_config(fields, settings={"rope_theta": theta, **scaling}, key="rope_scaling", **facts)
-    kinds = fields.get("rope_parameters")
-    if not isinstance(kinds, dict) or set(kinds) - {"full_attention", "sliding_attention"}:
+    by_type = fields.get("rope_parameters")
+    if not isinstance(by_type, dict) or set(by_type) - {"full_attention", "sliding_attention"}:
         raise fields.wrong("rope_parameters", "an object with full_attention and sliding_attention")
-    kind = "sliding_attention" if is_windowed else "full_attention"
-    settings = {"rope_theta": theta, **(kinds.get(kind) or {})}
-    return rope_config(fields, settings=settings, key=f"rope_parameters: {kind}", **facts)
+    layer_type = "sliding_attention" if is_windowed else "full_attention"
+    settings = {"rope_theta": theta, **(by_type.get(layer_type) or {})}
+    return rope_config(fields, settings=settings, key=f"rope_parameters: {layer_type}", **facts)
 
 
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -100,7 +100,7 @@ class Family:
     rope: Callable[[ConfigFields, int, bool], RopeConfig | None] = lambda fields, layer, is_windowed: rope_config(
         fields
     )
-    # The layer type with a window; "chunked_attention" has chunks instead of windows.
+    # The layer type with a window; "chunked_attention" has chunks, whose size the family's own facts have.
     window_kind: str = "sliding_attention"
     # Whether `layer_types` of config.json decides which layers have a window.
     reads_layer_types: bool = False

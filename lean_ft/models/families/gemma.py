@@ -1,5 +1,9 @@
-"""Gemma 1 to 3."""
+"""Gemma 1 to 3. The scores of Gemma 2 and VaultGemma have a soft cap."""
 
+from dataclasses import dataclass, replace
+
+from lean_ft.models.attention.attention import Attention
+from lean_ft.models.config import DecoderConfig, FamilyParts
 from lean_ft.models.families.family import (
     ACTIVATION_NAMES,
     ATTENTION_BIAS,
@@ -8,6 +12,23 @@ from lean_ft.models.families.family import (
     number_or_null,
     rope_by_window,
 )
+from lean_ft.system.config_fields import ConfigFields
+
+
+@dataclass(frozen=True)
+class Gemma2:
+    attention_softcap: float | None  # scores become cap * tanh(score / cap)
+
+
+class CappedAttention(Attention):
+    def __init__(self, config: DecoderConfig, layer_index: int) -> None:
+        super().__init__(config, layer_index)
+        self.scoring = replace(self.scoring, softcap=config.own.attention_softcap)
+
+
+def _gemma2(fields: ConfigFields) -> Gemma2:
+    return Gemma2(fields.positive_or_null("attn_logit_softcapping"))
+
 
 # A table: related fields share a line.
 # fmt: off
@@ -30,21 +51,21 @@ _GEMMA_2_DEFAULTS = {
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
 }
 
+_CAPPED = FamilyParts(attention=CappedAttention, splits=True)
+
 GEMMA: dict[str, Family] = {
     "gemma": Family(
         scores_as="Gemma", facts=GEMMA_FACTS, defaults={**GEMMA_DEFAULTS, "num_key_value_heads": 16},
         activations={**ACTIVATION_NAMES, "gelu": "gelu_tanh"},  # older files mean gelu_tanh
     ),
     "gemma2": Family(
-        scores_as="Gemma2", facts={**_GEMMA_2_FACTS, "attention_softcap": number_or_null("attn_logit_softcapping")},
+        scores_as="Gemma2", facts=_GEMMA_2_FACTS, parts=_CAPPED, own=_gemma2,
         has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
         defaults=_GEMMA_2_DEFAULTS,
         activation_field="hidden_activation",
     ),
     "vaultgemma": Family(
-        facts={
-            **_GEMMA_2_FACTS, "norm_placement": "pre", "attention_softcap": number_or_null("attn_logit_softcapping"),
-        },
+        facts={**_GEMMA_2_FACTS, "norm_placement": "pre"}, parts=_CAPPED, own=_gemma2,
         has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
         on_disk={"post_attention_layernorm": ("pre_feedforward_layernorm",)}, defaults=_GEMMA_2_DEFAULTS,
         activation_field="hidden_activation",

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens of a row, D hidden size, N tokens of a batch, E expert
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lean_ft.models.families.family import Family, count, number_or_null, rope_b
 from lean_ft.models.families.gemma import GEMMA_DEFAULTS, GEMMA_FACTS
 from lean_ft.models.layers import MLP, RMSNorm, gated, residual_norm, unit_rms, wide
 from lean_ft.models.moe import MixtureOfExperts, best_experts
+from lean_ft.models.rope_settings import head_dim_of, num_kv_heads_of
 from lean_ft.models.trunk import Trunk
 from lean_ft.system.config_fields import ConfigFields, listed
 
@@ -123,13 +124,17 @@ class Gemma4Block(BlockWithInput):
         assert self.mlp is not None
         after_mlp, before_experts, after_experts = _BESIDE_MLP
         added = self.mlp(read)
-        others = () if recorded is None else (recorded,)
-        mixed, *routes = self.mixture(self.normed(before_experts, hidden), hidden, *others)
+        recorded_experts = () if recorded is None else (recorded,)
+        mixed, *routes = self.mixture(self.normed(before_experts, hidden), hidden, *recorded_experts)
         return self.normed(after_mlp, added) + self.normed(after_experts, mixed), tuple(routes)
 
 
 class NormedRouter(nn.Module):
     """A router with an RMSNorm of its input, a scale per feature, and a factor of each expert's weights."""
+
+    @classmethod
+    def of(cls, config: DecoderConfig, mixture: MixtureConfig) -> Self:
+        return cls(config, mixture)
 
     def __init__(self, config: DecoderConfig, mixture: MixtureConfig) -> None:
         super().__init__()
@@ -150,8 +155,8 @@ class NormedRouter(nn.Module):
 
 def _all_but_every_sixth_and_the_last(fields: ConfigFields, layer: int) -> bool:
     last = fields.count("num_hidden_layers") - 1
-    kinds = fields.get("layer_types")
-    if isinstance(kinds, list) and kinds[-1:] == ["sliding_attention"]:
+    layer_types = fields.get("layer_types")
+    if isinstance(layer_types, list) and layer_types[-1:] == ["sliding_attention"]:
         raise ValueError(
             f"{fields.where}: layer_types ends with sliding_attention; expected full_attention, which transformers "
             "always uses for the last layer."
@@ -159,7 +164,7 @@ def _all_but_every_sixth_and_the_last(fields: ConfigFields, layer: int) -> bool:
     return (layer + 1) % 6 != 0 and layer != last
 
 
-_PER_LAYER_FIELDS = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+_PER_LAYER_FIELDS = ("num_key_value_heads", "head_dim")
 
 
 def _gemma4_layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
@@ -167,19 +172,22 @@ def _gemma4_layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer
     the same kind. Published files have fields for the heads of full attention; transformers 5 writes heads per
     layer."""
     facts: dict[str, Any] = {}
+    num_heads, head_dim = usual = num_kv_heads_of(fields), head_dim_of(fields)
     if "per_layer_config" in fields.config:
         by_layer, where = fields.get("per_layer_config"), f"{fields.where}: per_layer_config"
         if not isinstance(by_layer, dict):
             raise ValueError(f"{where} is {by_layer!r}; expected an object of settings by layer number.")
-        settings = {str(number).zfill(4): own for number, own in by_layer.items()}.get(f"{layer:04}", {})  # "5" or "05"
-        if unknown := set(settings) - _PER_LAYER_FIELDS.keys():
+        settings = {str(i).zfill(4): of_layer for i, of_layer in by_layer.items()}.get(f"{layer:04}", {})  # "5" or "05"
+        if unknown := set(settings) - set(_PER_LAYER_FIELDS):
             raise ValueError(f"{where}: {layer} has {listed(unknown)}; expected only {listed(_PER_LAYER_FIELDS)}.")
-        own = ConfigFields(settings, {}, f"{where}: {layer}")
-        facts |= {_PER_LAYER_FIELDS[name]: own.count(name) for name in settings}
+        of_layer = ConfigFields(settings, dict(zip(_PER_LAYER_FIELDS, usual, strict=True)), f"{where}: {layer}")
+        num_heads, head_dim = (of_layer.count(name) for name in _PER_LAYER_FIELDS)
     elif not is_windowed[layer]:
-        facts["head_dim"] = fields.count("global_head_dim")
+        head_dim = fields.count("global_head_dim")
         if fields.flag("attention_k_eq_v") and fields.get("num_global_key_value_heads") is not None:
-            facts["num_kv_heads"] = fields.count("num_global_key_value_heads")
+            num_heads = fields.count("num_global_key_value_heads")
+    if (num_heads, head_dim) != usual:
+        facts["kv_shape"] = num_heads, head_dim
     facts["kv_from_layer"] = kv_from_layer(fields, is_windowed, layer)
     are_keys = facts["kv_from_layer"] is None and fields.flag("attention_k_eq_v") and not is_windowed[layer]
     facts["own"] = Gemma4Layer(values_are_keys=are_keys)

@@ -128,7 +128,7 @@ HYBRIDS: dict[str, Family] = {
             "has_score_correction": flag("use_expert_bias"), "weights_factor": number("routed_scaling_factor"),
             "router_aux_loss_coef": 0.0,
         },
-        parts=FamilyParts(router=Lfm2Router.of, splits=True),
+        parts=FamilyParts(router=Lfm2Router, splits=True),
         has_mixture=lambda fields, layer: layer >= fields.count("num_dense_layers", least=0),
         on_disk={
             "mlp.gate.e_score_correction_bias": ("feed_forward.expert_bias",),

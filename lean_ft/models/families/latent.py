@@ -3,10 +3,11 @@
 import math
 from typing import Any
 
-from lean_ft.models.config import LatentConfig
+from lean_ft.models.config import FamilyParts, LatentConfig
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURE, CORRECTED_MIXTURE_DEFAULTS
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, flag, number
 from lean_ft.models.families.mixtures import EXPERTS_ON_DISK, all_layers_but_the_first
+from lean_ft.models.moe import Router
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import rope_config, rope_settings
 from lean_ft.system.config_fields import ConfigFields
@@ -32,9 +33,9 @@ def _yarn_scale(fields: ConfigFields) -> float:
     key, settings = rope_settings(fields)
     if not isinstance(settings, dict) or not settings.get("mscale_all_dim") or not settings.get("factor"):
         return scale
-    own = fields.object(key)
-    factor = own.positive("factor")
-    return scale * (1.0 if factor <= 1 else 0.1 * own.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
+    rope_fields = fields.object(key)
+    factor = rope_fields.positive("factor")
+    return scale * (1.0 if factor <= 1 else 0.1 * rope_fields.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
 def _rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig:
@@ -49,16 +50,16 @@ def _rope_with_growing_queries(fields: ConfigFields, layer: int, is_windowed: bo
     rotated, plain = fields.count("qk_rope_head_dim"), fields.count("qk_nope_head_dim")
     if fields.get("head_dim") is not None:
         fields.expect("the sum of qk_nope_head_dim and qk_rope_head_dim", head_dim=plain + rotated)
-    own = fields.object(key, partial_rotary_factor=rotated / (plain + rotated), llama_4_scaling_beta=0.0)
-    if abs(own.positive("partial_rotary_factor") * (plain + rotated) - rotated) > 1e-3:
-        raise own.wrong("partial_rotary_factor", "the share of qk_rope_head_dim in all features of a head")
-    growth = own.positive("llama_4_scaling_beta", or_0=True)
+    rope_fields = fields.object(key, partial_rotary_factor=rotated / (plain + rotated), llama_4_scaling_beta=0.0)
+    if abs(rope_fields.positive("partial_rotary_factor") * (plain + rotated) - rotated) > 1e-3:
+        raise rope_fields.wrong("partial_rotary_factor", "the share of qk_rope_head_dim in all features of a head")
+    growth = rope_fields.positive("llama_4_scaling_beta", or_0=True)
     facts: dict[str, Any] = (
-        {"query_growth": growth, "query_growth_positions": own.positive(_ORIGINAL)} if growth else {}
+        {"query_growth": growth, "query_growth_positions": rope_fields.positive(_ORIGINAL)} if growth else {}
     )
     dropped = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings")
-    known = {name: value for name, value in settings.items() if name not in dropped}
-    return rope_config(fields, settings=known, key=key, interleaved=fields.flag("rope_interleave"), **facts)
+    kept = {name: value for name, value in settings.items() if name not in dropped}
+    return rope_config(fields, settings=kept, key=key, interleaved=fields.flag("rope_interleave"), **facts)
 
 
 def _num_groups(fields: ConfigFields) -> int:
@@ -77,6 +78,10 @@ def _initializer_range(fields: ConfigFields) -> float:
     if fields.config.get("initializer_range") is None:
         return 2.0 / (5.0 * fields.count("hidden_size")) ** 0.5
     return fields.positive("initializer_range")
+
+
+class DeepseekV2Router(Router):
+    scores_per_group = 1
 
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -114,11 +119,11 @@ LATENT: dict[str, Family] = {
         },
     ),
     "deepseek_v2": Family(
-        scores_as="DeepseekV2", facts=_LATENT,
+        scores_as="DeepseekV2", facts=_LATENT, parts=FamilyParts(router=DeepseekV2Router, splits=True),
         rope=lambda fields, layer, is_windowed: rope_config(fields, interleaved=True, in_float32=True),
         mixture={
             **CORRECTED_MIXTURE, "weights_sum_to_one": _never_normalized, "score": "softmax",
-            "has_score_correction": False, "num_groups": _num_groups, "scores_per_group": 1,
+            "has_score_correction": False, "num_groups": _num_groups,
             "groups_per_token": lambda fields: fields.count("topk_group") if _num_groups(fields) > 1 else 1,
         },
         has_mixture=all_layers_but_the_first, on_disk=EXPERTS_ON_DISK,

@@ -33,7 +33,8 @@ _COHERE_DEFAULTS = {
     "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True,
 }
 _WITHOUT_GATE = {
-    **ATTENTION_BIAS, "mlp_bias": flag("mlp_bias"), "norm_centered": True, "norm_bias": True, "gated": False,
+    **ATTENTION_BIAS, "mlp_bias": flag("mlp_bias"), "norm_centered": True, "norm_parameters": "weight_and_bias",
+    "gated": False,
 }
 
 LAYER_NORM: dict[str, Family] = {
@@ -49,14 +50,14 @@ LAYER_NORM: dict[str, Family] = {
         defaults={**_COHERE_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "olmo": Family(
-        scores_as="Olmo", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_weights": False, "norm_eps": 1e-5},
+        scores_as="Olmo", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_parameters": "none", "norm_eps": 1e-5},
         rope=lambda fields, layer, is_windowed: rope_config(fields, in_float32=True),
         defaults={"max_position_embeddings": 2048},
     ),
     "stablelm": Family(
         scores_as="StableLm",
         facts={
-            "qkv_bias": flag("use_qkv_bias"), "norm_centered": True, "norm_bias": True,
+            "qkv_bias": flag("use_qkv_bias"), "norm_centered": True, "norm_parameters": "weight_and_bias",
             "norm_placement": lambda fields: "parallel" if fields.flag("use_parallel_residual") else "pre",
             "qk_norm": _head_norms_if("qk_layernorm"),
         },

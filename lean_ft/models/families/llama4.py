@@ -1,11 +1,12 @@
-"""Llama 4: rotated queries and keys are normed, and layers without rotation have queries that grow with the position.
+"""Llama 4: rotated queries and keys are normed, layers with rotation attend within chunks of positions, and others have
+queries that grow with the position. Experts weigh their inputs.
 
 Shapes: B batch, T tokens of a row.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from lean_ft.models.config import DecoderConfig, FamilyParts, MixtureConfig
 from lean_ft.models.families.family import ATTENTION_BIAS, Family, count, has_rope
 from lean_ft.models.families.mixtures import num_experts_of
 from lean_ft.models.layers import unit_rms
+from lean_ft.models.mix import ExpertFormula
 from lean_ft.models.moe import Experts
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 from lean_ft.models.rope_settings import rope_config
@@ -23,12 +25,15 @@ from lean_ft.system.config_fields import ConfigFields
 @dataclass(frozen=True)
 class Llama4Layer:
     unit_qk: bool  # each head's rotated queries and keys are RMS-normed without a weight
+    chunk: int | None  # a query sees its own chunk of this many positions; None: no chunks
 
 
 class Llama4Attention(Attention):
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
-        self.unit_eps = config.norm_eps if config.layers[layer_index].own.unit_qk else None
+        own: Llama4Layer = config.layers[layer_index].own
+        self.unit_eps = config.norm_eps if own.unit_qk else None
+        self.scoring = replace(self.scoring, chunk=own.chunk)
 
     def turned(self, query: Tensor, key: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
         query, key = super().turned(query, key, cos, sin)
@@ -38,9 +43,11 @@ class Llama4Attention(Attention):
 
 
 class Llama4Experts(Experts):
-    def __init__(self, hidden_size: int, config: MixtureConfig) -> None:
-        super().__init__(hidden_size, config)
-        self.input_first_in_adapters = False  # PEFT takes their inputs for outputs
+    @classmethod
+    def of(cls, config: DecoderConfig, mixture: MixtureConfig) -> Self:
+        experts = cls(config.hidden_size, mixture, ExpertFormula.of(mixture, scales_input=True, input_first=True))
+        experts.input_first_in_adapters = False  # PEFT takes their inputs for outputs
+        return experts
 
 
 class Llama4Rotary(RotaryEmbedding):
@@ -63,7 +70,8 @@ def _interleaved_rope_or_growing_queries(fields: ConfigFields, layer: int, is_wi
 
 
 def _layer_facts(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
-    return {"own": Llama4Layer(unit_qk=fields.flag("use_qk_norm") and has_rope(fields, layer))}
+    chunk = fields.count("attention_chunk_size") if is_windowed[layer] else None
+    return {"own": Llama4Layer(fields.flag("use_qk_norm") and has_rope(fields, layer), chunk)}
 
 
 # A table: related fields share a line.
@@ -80,8 +88,7 @@ LLAMA4: dict[str, Family] = {
         mixture={
             "num_experts": num_experts_of, "experts_per_token": count("num_experts_per_tok"),
             "intermediate_size": count("intermediate_size"), "weights_sum_to_one": False, "router_name": "router",
-            "score": "sigmoid", "scales_input": True, "input_first": True,
-            "shared_intermediate_size": count("intermediate_size"),
+            "score": "sigmoid", "shared_intermediate_size": count("intermediate_size"),
         },
         has_mixture=_listed_or_every_nth_layer, on_disk={"mlp.": ("feed_forward.",)},
         defaults={

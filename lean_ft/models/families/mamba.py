@@ -56,10 +56,10 @@ def _step_limits(fields: ConfigFields) -> tuple[float, float]:
 
 
 def _optional_rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    kind = fields.get("position_embedding_type")
-    if kind not in (None, "nope", "rope"):
+    positions = fields.get("position_embedding_type")
+    if positions not in (None, "nope", "rope"):
         raise fields.wrong("position_embedding_type", "rope, nope or null")
-    return rope_config(fields) if kind == "rope" else None
+    return rope_config(fields) if positions == "rope" else None
 
 
 def _attention_in_listed_layers(fields: ConfigFields, layer: int) -> str:
@@ -69,12 +69,14 @@ def _attention_in_listed_layers(fields: ConfigFields, layer: int) -> str:
 def _with_nemotron_layer_types(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace older files' pattern of letters by layer types, whose number is the number of layers."""
     letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
-    kinds, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
-    if kinds is None and isinstance(pattern, str):
-        kinds = [letters.get(letter, letter) for letter in pattern]
-    if kinds is None and pattern is None:  # transformers' default, whatever num_hidden_layers is
-        kinds = ["linear_attention", "moe", "full_attention", "mlp"]
-    return config if not isinstance(kinds, list) else {**config, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    layer_types, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if layer_types is None and isinstance(pattern, str):
+        layer_types = [letters.get(letter, letter) for letter in pattern]
+    if layer_types is None and pattern is None:  # transformers' default, whatever num_hidden_layers is
+        layer_types = ["linear_attention", "moe", "full_attention", "mlp"]
+    if not isinstance(layer_types, list):
+        return config
+    return {**config, "layer_types": layer_types, "num_hidden_layers": len(layer_types)}
 
 
 def _nemotron_mamba2(fields: ConfigFields) -> Mamba2Config:
@@ -83,9 +85,9 @@ def _nemotron_mamba2(fields: ConfigFields) -> Mamba2Config:
         raise fields.wrong("mamba_num_heads", f"a multiple of n_groups, {num_groups}")
     activation, bias = fields.one_of("mamba_hidden_act", sorted(ACTIVATION_NAMES)), fields.flag("use_bias")
     sizes = fields.count("ssm_state_size"), fields.count("mamba_head_dim"), fields.count("conv_kernel")
-    kind: Any = ACTIVATION_NAMES[activation]
+    usual_name: Any = ACTIVATION_NAMES[activation]
     biases = fields.flag("use_conv_bias"), bias, bias
-    return Mamba2Config(num_groups, num_heads, *sizes, kind, *biases, "after_gate", _step_limits(fields))
+    return Mamba2Config(num_groups, num_heads, *sizes, usual_name, *biases, "after_gate", _step_limits(fields))
 
 
 # A table: related fields share a line.
@@ -136,8 +138,7 @@ MAMBA: dict[str, Family] = {
         rope=lambda fields, layer, is_windowed: None, activation_field="mlp_hidden_act",
         activations={"relu2": "relu2"}, norm_eps_field="layer_norm_epsilon",
         mixture={
-            **CORRECTED_MIXTURE, "gated": False,
-            "shared_intermediate_size": count("moe_shared_expert_intermediate_size"),
+            **CORRECTED_MIXTURE, "shared_intermediate_size": count("moe_shared_expert_intermediate_size"),
         },
         on_disk={
             "mlp.experts.gate_up_proj": ("mixer.experts.*.up_proj.weight",),

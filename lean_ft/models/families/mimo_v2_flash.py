@@ -1,5 +1,5 @@
-"""MiMo-V2-Flash: values of fewer features than keys, multiplied by a number, and other numbers of heads in layers with
-a window.
+"""MiMo-V2-Flash: values of fewer features than keys, multiplied by a number, and other numbers of heads, and sinks, in
+layers with a window.
 
 Shapes: B batch, T tokens of a row, H heads.
 """
@@ -30,6 +30,8 @@ class MimoAttention(Attention):
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
         self.value_multiplier: float = config.own.value_multiplier
+        if config.layers[layer_index].window is None:
+            self.sinks = None
 
     def features_of_values(self, config: DecoderConfig) -> int:
         return config.own.value_dim
@@ -61,29 +63,29 @@ def _own(fields: ConfigFields) -> Mimo:
 
 
 def _window_heads(fields: ConfigFields, is_windowed: Sequence[bool], layer: int) -> dict[str, Any]:
-    """Only layers with a window have sinks, and twice the keys."""
-    factor = 2 if is_windowed[layer] else 1
-    return {"num_kv_heads": factor * fields.count("num_key_value_heads"), "has_sinks": is_windowed[layer]}
+    """Layers with a window have twice the keys."""
+    shape = 2 * fields.count("num_key_value_heads"), fields.count("head_dim")
+    return {"kv_shape": shape} if is_windowed[layer] else {}
 
 
-# The layers have kinds, and each kind has its own rotation.
+# Each layer type has its own rotation.
 _WITHOUT_EFFECT = ("first_k_dense_replace", "rope_theta", "partial_rotary_factor", "rope_scaling")
 
 
 def _with_window_and_own_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Null factors are 1. `sliding_window_size` counts the positions before a query, and rope without a share has a
     third."""
-    own = {name: value for name, value in config.items() if name not in _WITHOUT_EFFECT}
-    own |= {name: 1.0 for name in ("routed_scaling_factor", "attention_value_scale") if own.get(name, 0) is None}
-    if type(size := own.pop("sliding_window_size", None)) is int:
-        own["sliding_window"] = size + 1
-    if isinstance(kinds := own.get("rope_parameters"), dict):
+    fields = {name: value for name, value in config.items() if name not in _WITHOUT_EFFECT}
+    fields |= {name: 1.0 for name in ("routed_scaling_factor", "attention_value_scale") if fields.get(name, 0) is None}
+    if type(size := fields.pop("sliding_window_size", None)) is int:
+        fields["sliding_window"] = size + 1
+    if isinstance(ropes := fields.get("rope_parameters"), dict):
         share = {"partial_rotary_factor": 0.334}
-        own["rope_parameters"] = {
-            kind: share | rope if isinstance(rope, dict) and rope.get("rope_type", "default") == "default" else rope
-            for kind, rope in kinds.items()
+        fields["rope_parameters"] = {
+            name: share | rope if isinstance(rope, dict) and rope.get("rope_type", "default") == "default" else rope
+            for name, rope in ropes.items()
         }
-    return own
+    return fields
 
 
 # A table: related fields share a line.

@@ -15,7 +15,6 @@ from lean_ft.models.families.family import (
     count,
     every_layer,
     flag,
-    number,
     rope_by_layer,
     rope_by_window,
     rope_in_windowed_layers,
@@ -59,10 +58,10 @@ def sparse_layers(fields: ConfigFields, layer: int) -> bool:
     """Those that `mlp_layer_types` lists; without it, all but the first."""
     if fields.get("mlp_layer_types") is None:
         return all_layers_but_the_first(fields, layer)
-    kind = fields.of_each_layer("mlp_layer_types")[layer]
-    if kind not in ("dense", "sparse"):
+    layer_type = fields.of_each_layer("mlp_layer_types")[layer]
+    if layer_type not in ("dense", "sparse"):
         raise fields.wrong("mlp_layer_types", "dense or sparse for each layer")
-    return kind == "sparse"
+    return layer_type == "sparse"
 
 
 def _between_full_layers(fields: ConfigFields, layer: int) -> bool:
@@ -228,24 +227,6 @@ MIXTURES: dict[str, Family] = {
             },
         },
     ),
-    "gpt_oss": Family(
-        scores_as="GptOss", facts={**ATTENTION_BIAS, "attention_sinks": True},
-        has_window=lambda fields, layer: layer % 2 == 0, reads_layer_types=True,
-        mixture={
-            **MIXTURE, "weights_sum_to_one": True, "router_name": "router", "router_bias": True, "expert_bias": True,
-            "input_first": True, "gates_interleaved": True, "gate_scale": number("swiglu_alpha"), "up_offset": 1.0,
-            "limit": number("swiglu_limit"),
-        },
-        defaults={
-            **MIXTURE_DEFAULTS, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
-            "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_theta": 150_000.0,
-            "rope_parameters": {
-                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        },
-    ),
     "flint": Family(
         facts={**ATTENTION_BIAS, "qk_norm": "head", "attention_sinks": True},
         parts=FamilyParts(in_float32=(".sinks",), splits=True),
@@ -277,7 +258,7 @@ MIXTURES: dict[str, Family] = {
             "shared_intermediate_size": count("shared_expert_intermediate_size"), "shared_name": "shared_experts",
             "score": "sigmoid", "has_score_correction": True, "router_in_float32": True,
         },
-        parts=FamilyParts(router=LogitCorrectedRouter.of, splits=True),
+        parts=FamilyParts(router=LogitCorrectedRouter, splits=True),
         on_disk={
             "post_feedforward_layernorm": ("post_ffn_norm",), "post_attention_layernorm": ("post_attn_norm",),
             "pre_feedforward_layernorm": ("post_attention_layernorm",),

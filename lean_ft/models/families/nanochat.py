@@ -39,7 +39,7 @@ class BackwardRotary(RotaryEmbedding):
 NANOCHAT: dict[str, Family] = {
     "nanochat": Family(
         facts={
-            **ATTENTION_BIAS, "norm_weights": False, "gated": False,
+            **ATTENTION_BIAS, "norm_parameters": "none", "gated": False,
             "logits_softcap": number_or_null("final_logit_softcapping"),
         },
         parts=FamilyParts(trunk=NanochatTrunk, attention=NanochatAttention, rotary=BackwardRotary, splits=True),

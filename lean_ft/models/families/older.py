@@ -22,7 +22,7 @@ def spelled(
 
     def preprocessed(config: Mapping[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in config.items() if name not in ignored}
-        return kept | {usual: kept[own] for own, usual in spellings.items() if kept.get(own) is not None}
+        return kept | {usual: kept[name] for name, usual in spellings.items() if kept.get(name) is not None}
 
     return preprocessed
 
@@ -75,7 +75,7 @@ def _opt_bias(fields: ConfigFields) -> bool:
 # A table: related fields share a line.
 # fmt: off
 _BY_HEAD = ("head_dim", "num_key_value_heads")
-_LAYER_NORM = {"norm_centered": True, "norm_bias": True, "gated": False}
+_LAYER_NORM = {"norm_centered": True, "norm_parameters": "weight_and_bias", "gated": False}
 _EVERY_BIAS: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 _MLP_ON_DISK = {"mlp.up_proj": ("mlp.dense_h_to_4h",), "mlp.down_proj": ("mlp.dense_4h_to_h",)}
 _GPT_ON_DISK = {

@@ -56,8 +56,8 @@ class TwoScales(RotaryEmbedding):
     long_attention_factor: float
 
     @classmethod
-    def of(cls, config: DecoderConfig, rope: RopeConfig) -> Self:
-        rotary = super().of(config, rope)
+    def of(cls, config: DecoderConfig, rope: RopeConfig, head_dim: int) -> Self:
+        rotary = super().of(config, rope, head_dim)
         rotary.long_attention_factor = config.own.long_attention_factor
         return rotary
 
@@ -101,8 +101,9 @@ def _two_experts_per_token(fields: ConfigFields) -> int:
 # fmt: off
 PHIMOE: dict[str, Family] = {
     "phimoe": Family(
-        scores_as="Phimoe", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_bias": True, "head_bias": _head_bias},
-        parts=FamilyParts(router=Sparsemixer.of, rotary=TwoScales, splits=True), own=_own,
+        scores_as="Phimoe",
+        facts={**ATTENTION_BIAS, "norm_centered": True, "norm_parameters": "weight_and_bias", "head_bias": _head_bias},
+        parts=FamilyParts(router=Sparsemixer, rotary=TwoScales, splits=True), own=_own,
         has_window=every_layer, rope=_rope,
         mixture={
             **MIXTURE, "experts_per_token": _two_experts_per_token, "weights_sum_to_one": False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lean_ft.system.config_fields import MAX_LAYERS, ConfigFields, listed
 
 if TYPE_CHECKING:
-    from lean_ft.models.config import DecoderConfig
+    from lean_ft.models.config import DecoderConfig, LayerConfig
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class VisionConfig:
     # In which layers of the decoder the tokens of an image see each other.
     sees_image: Literal["never", "in_windows", "always"] = "never"
     pad_id: int | None = None  # the token whose per-layer inputs an image's tokens have
+
+    def is_seen_in(self, layer: "LayerConfig") -> bool:
+        """Whether the tokens of an image see each other in a layer of the decoder, also later ones."""
+        return self.sees_image == "always" or (self.sees_image == "in_windows" and layer.window is not None)
 
     @property
     def head_dim(self) -> int:

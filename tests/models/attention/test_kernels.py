@@ -8,10 +8,13 @@ import torch
 from lean_ft import load_model
 from lean_ft.models.attention import kernels
 from lean_ft.models.attention.kernels import any_in_blocks, describe_kernels, use_attention
+from lean_ft.models.families import FAMILIES
+from lean_ft.models.families.gemma import Gemma2
+from lean_ft.models.new_model import empty_decoder
 
 AMPERE, TURING = (8, 0), (7, 5)
 BF16, FLOAT32 = torch.bfloat16, torch.float32
-SINKS, CAP = {"attention_sinks": True}, {"attention_softcap": 50.0}
+SINKS, CAP = {"attention_sinks": True}, {"parts": FAMILIES["gemma2"].parts, "own": Gemma2(attention_softcap=50.0)}
 
 
 @pytest.mark.parametrize(
@@ -37,9 +40,9 @@ def test_a_layer_has_the_fastest_kernel_that_computes_it(
 ):
     monkeypatch.setattr(kernels, "HAS_TRITON", compiles)
     monkeypatch.setattr(kernels, "_choice", choice)
-    config = replace(load_model("tiny").config, **facts)
-    assert describe_kernels(config, dtype, capability).endswith(expected)
-    assert any_in_blocks(config, dtype, capability) == ("slow)" in expected)
+    model = empty_decoder(replace(load_model("tiny").config, **facts), dtype)
+    assert describe_kernels(model, dtype, capability).endswith(expected)
+    assert any_in_blocks(model, dtype, capability) == ("slow)" in expected)
 
 
 def test_flash_attention_4_leaves_wide_heads_to_the_own_kernels(monkeypatch):
@@ -50,16 +53,17 @@ def test_flash_attention_4_leaves_wide_heads_to_the_own_kernels(monkeypatch):
         (128, "flash kernel (FlashAttention 4)"),
         (256, "own Triton kernel: heads of 256 features"),
     ):
-        assert describe_kernels(replace(config, head_dim=head_dim), BF16, (10, 0)) == expected
+        model = empty_decoder(replace(config, head_dim=head_dim), BF16)
+        assert describe_kernels(model, BF16, (10, 0)) == expected
 
 
 def test_layers_of_different_kernels_are_counted(monkeypatch):
     monkeypatch.setattr(kernels, "HAS_TRITON", True)
     config = replace(load_model("tiny").config, head_dim=256)
-    layers = tuple(replace(layer, head_dim=512 if i == 1 else None) for i, layer in enumerate(config.layers))
+    layers = tuple(replace(layer, kv_shape=(1, 512) if i == 1 else None) for i, layer in enumerate(config.layers))
     flash, own = "flash kernel (FlashAttention 2)", "own Triton kernel: heads of 512 features"
     counts = f"{flash} in {len(layers) - 1} layer{'s' * (len(layers) > 2)}; {own} in 1 layer"
-    assert describe_kernels(replace(config, layers=layers), BF16, AMPERE) == counts
+    assert describe_kernels(empty_decoder(replace(config, layers=layers), BF16), BF16, AMPERE) == counts
 
 
 @pytest.fixture

@@ -327,7 +327,7 @@ def inputs(case: Case, model: Decoder, documents: Sequence[Document], *, packed:
     kwargs: dict[str, Any] = {"input_ids": ids}
     if packed:
         kwargs["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32)
-    if any(rope.axes for rope in model.rotary):
+    if any(rope.axes for rope, _ in model.rotary):
         kwargs["position_shift"] = shifts
     if images := [image for document in documents for image in document.images]:
         kwargs["images"] = batch_of(case, images, (ids.flatten() == IMAGE).nonzero()[:, 0])
