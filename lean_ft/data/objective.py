@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lean_ft.data.batch import Batch
-from lean_ft.data.columns import OF_LOSS, Columns
+from lean_ft.data.columns import OF_LOSS, Columns, Document
 from lean_ft.data.formats import RowReader
 from lean_ft.settings import DataConfig
 
@@ -71,6 +71,11 @@ class Objective:
     def settings_of_file(self, fields: Set[str]) -> list[str]:
         """Return settings that `recipe` needs to show a file of rows with these fields, as `key=value`."""
         return []
+
+    def full(self, document: Document) -> Document:
+        """Return a document of a plan with the columns that the reader adds to those of data, of the same shapes and
+        dtypes. Its tokens are all trained."""
+        return document
 
     def completed(self, config: Any) -> DataConfig:
         """Return the settings with what the rows say, such as the labels."""

@@ -26,11 +26,13 @@ def test_what_is_complete_lacks_nothing_and_an_unknown_name_everything(kind):
 
 
 def test_a_table_that_lacks_a_name_is_named_though_the_file_has_it(tmp_path, monkeypatch):
-    for name in ("tests/settings", "recipes"):
+    for name in ("lean_ft/settings", "lean_ft/data"):
         shutil.copytree(script.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    cases = tmp_path / "tests/settings/cases.py"
-    cases.write_text(cases.read_text().replace('    "dpo": PAIRS,\n', ""))
+    settings = tmp_path / "lean_ft/settings/data.py"
+    text = settings.read_text()
+    assert text.count('"unpaired"') > text.count('        "unpaired",\n') == 1
+    settings.write_text(text.replace('        "unpaired",\n', ""))
     monkeypatch.setattr(script, "ROOT", tmp_path)
-    found = script.missing("objective", "dpo")
-    assert "tests/settings/cases.py: add the settings of a short run, in BASE" in found
-    assert "recipes/dpo.py: write the recipe" not in found
+    found = script.missing("format", "unpaired")
+    assert "lean_ft/settings/data.py: add the name, in FormatName" in found
+    assert not any("add an entry to FORMATS" in line for line in found)
