@@ -26,8 +26,8 @@ Row = dict[str, Any]
 TINY = ("model.path=tiny", "model.dtype=float32", "device=cpu", "plan=false")
 CHATS = (*TINY, "data.source=tiny/validation.jsonl", "data.max_length=64", "optimizer.lr=1e-3", "batch_size=4")
 CHATS += ("max_steps=6",)
-PAIRS = (*TINY, "data.source=tiny/pairs_validation.jsonl", "data.max_length=96", "batch_size=4", "max_steps=6")
-PAIRS += ("schedule.name=constant",)
+SHORT = ("data.max_length=96", "batch_size=4", "max_steps=6", "schedule.name=constant")
+PAIRS = (*TINY, "data.source=tiny/pairs_validation.jsonl", *SHORT)
 PROBLEMS = (*TINY, "data.source=tiny/problems_validation.jsonl", "data.chat=false", "data.max_prompt_length=32")
 PROBLEMS += ("generation.max_new_tokens=8", "gradient_accumulation_steps=2")
 SAMPLED = (*PROBLEMS, "rewards=[length]", "optimizer.lr=1e-4", "max_steps=3")
@@ -62,8 +62,8 @@ def preset_of(recipe: str) -> dict[str, Any]:
 
 for _name in DERIVED:
     _groups = {key: value for key, value in preset_of(_name).items() if key in ("model", "data")}
-    _settings = (f"{key}={to_yaml(value, flow=True)}" for key, value in dotted(_groups))
-    SETTINGS[_name] = (*_settings, *TINY, "data.max_length=96", "optimizer.lr=1e-3", "batch_size=4", "max_steps=6")
+    _given = [f"{key}={to_yaml(value, flow=True)}" for key, value in dotted(_groups) if "validation" not in key]
+    SETTINGS[_name] = (*_given, *TINY, *SHORT, "optimizer.lr=1e-3")
 OWN_CACHE = ("dpo", "lora_dpo_single_device", "kto", "reward")  # the tests of these recipes count cache hits
 
 # What holds of a run: tests/recipes/test_runs.py
