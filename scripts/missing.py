@@ -97,7 +97,8 @@ def missing(kind: str, name: str) -> list[str]:
     lines = []
     for file, pattern, add, table in PLACES[kind]:
         if not is_there(Place(file, pattern, add, table), name):
-            lines.append(f"{file.replace('NAME', name)}: {add}{f', in {table}' * bool(table)}".replace("NAME", name))
+            where = f", in {table}" if table else ""
+            lines.append(f"{file}: {add}{where}".replace("NAME", name))
     if kind == "setting":
         lines += _missing_case(name)
     return lines
@@ -118,5 +119,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in PLACES:
         sys.exit(__doc__)
     found = missing(*sys.argv[1:])
-    print(*found, sep="\n", end="\n" * bool(found))
+    for line in found:
+        print(line)
     sys.exit(bool(found))

@@ -1,8 +1,8 @@
 """Data interface of an objective: how it renders rows, and which fields it adds to batches.
 
 Each objective has one file in this package, such as sft.py or pairs.py. The file defines a subclass of `RowReader`, a
-subclass of `Batch` if needed, and `OBJECTIVE`, an instance of a subclass of `Objective`. A subclass of `DataConfig` in the file
-has the instance as its `objective`; the classes of `lean_ft.settings` name the file instead. There is no other
+subclass of `Batch` if needed, and `OBJECTIVE`, an instance of a subclass of `Objective`. A subclass of `DataConfig` in
+the file has the instance as its `objective`; the classes of `lean_ft.settings` name the file instead. There is no other
 registry. Tokenizing processes load these files, so they return NumPy arrays and do not import torch at module level.
 
 An objective of a user's own is in a recipe's file or a module beside it, in the same way.
@@ -78,7 +78,8 @@ class Objective:
         return document
 
     def completed(self, config: Any) -> DataConfig:
-        """Return the settings with what the rows say, such as the labels."""
+        """Return the settings with what all rows say, such as the labels. `leanft validate` reads the first rows with
+        settings that are not completed."""
         return config
 
     def describe(self, values: np.ndarray) -> list[str]:

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: the inverse of `gguf_vocabulary`."""
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json; `lean_ft.gguf.vocabulary` is the inverse."""
 
 import re
 from collections.abc import Mapping
