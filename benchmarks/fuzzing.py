@@ -54,10 +54,10 @@ from lean_ft.data.formats import NUM_ROWS_TO_DETECT
 from lean_ft.data.sft import SFTReader
 from lean_ft.data.sources import RowSources
 from lean_ft.export import export_gguf
+from lean_ft.export.upload import _results
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.open import gguf_folder
 from lean_ft.gguf.splitting import QWEN2_PATTERN
-from lean_ft.hub.upload import _results
 from lean_ft.images.pixels import Upright
 from lean_ft.images.reading import Size, check, decoded, open_image, read_patches, reference, size_of
 from lean_ft.images.rules import image_rules

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lean_ft.export import export_adapter, export_folder, export_gguf, merge
+    from lean_ft.export.upload import push
     from lean_ft.generation import generate, open_model
-    from lean_ft.hub.upload import push
     from lean_ft.models.hf_format import load_model
     from lean_ft.models.saving import save_model
     from lean_ft.notebook import evaluate, load_recipe, plan_run, plot, read_metrics, run
@@ -37,7 +37,7 @@ _HOMES = {
     for home, names in {
         "export": "export_adapter export_folder export_gguf merge",
         "generation": "generate open_model",
-        "hub.upload": "push",
+        "export.upload": "push",
         "models.hf_format": "load_model",
         "models.saving": "save_model",
         "notebook": "evaluate load_recipe plan_run plot read_metrics run",

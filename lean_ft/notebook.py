@@ -189,13 +189,13 @@ def _image_url(value: Any) -> str:
 
 def _write_rows(rows: Iterable[Any], key: str) -> Path:
     """Write rows to a JSONL file in the cache, named by its content. Raises ValueError for a row that is not JSON."""
-    from lean_ft.data.arrow_rows import as_json, with_encoded_images
+    from lean_ft.data.arrow_rows import as_json, with_encoded_media
     from lean_ft.system.cache import cache_folder  # imported here, because it imports numpy
 
     folder, digest = cache_folder(None) / "rows", hashlib.blake2b(digest_size=16)
     convert = dict
     if hasattr(rows, "features"):  # a datasets.Dataset has dates, images, and nulls for missing keys
-        convert, rows = as_json, with_encoded_images(rows)
+        convert, rows = as_json, with_encoded_media(rows)
     temporary = folder / f".rows.tmp-{threading.get_native_id()}"
     folder.mkdir(exist_ok=True)
     try:

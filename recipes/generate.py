@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 from rich.progress import track
 
-from lean_ft.data.images import as_text
+from lean_ft.data.parts import as_text
 from lean_ft.generation import answers, open_model, read_prompts, shows_images, stream
 from lean_ft.settings import AskConfig, FilePath, Name
 from lean_ft.system.log import console, show

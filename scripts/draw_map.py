@@ -4,14 +4,13 @@
     python scripts/draw_map.py --check    # exit 1 if the map is stale, or the imports are not as they should be
 
 A row names the packages that a package imports. Imports that follow from others are left out, as are `system`,
-`settings` and `torch_private`, which almost every package imports. Two packages have two rows, because their modules
-belong to different
-layers: `hub.upload` imports `export`, and `gguf.write` stands for the modules of `gguf` that import `models`.
+`settings` and `torch_private`, which almost every package imports. `gguf` has two rows, because its modules belong to
+different layers: `gguf.write` stands for those that import `models`.
 
-It also prints the number of circles of modules that import each other, the largest circle, and the number of upward
-arrows: a package that imports one of a row above. A circle has at most 3 modules. No module of lean_ft is imported by a
-string, because no rule of import-linter sees such an import, except by tables of lazy exports and for packages of
-others.
+It also prints the number of circles of modules that import each other, the largest circle, the largest circle of whole
+packages, and the number of upward arrows: a package that imports one of a row above. A circle has at most 3 modules,
+and 4 packages. No module of lean_ft is imported by a string, because no rule of import-linter sees such an import,
+except by tables of lazy exports and for packages of others.
 """
 
 import ast
@@ -24,9 +23,8 @@ import grimp
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "design.md"
 MAP = re.compile(r"<!-- map -->\n.*?<!-- /map -->\n", re.S)
 EVERYWHERE = ("system", "settings", "torch_private")
-OWN_ROWS = {"hub.upload": "hub.upload"}
-OWN_ROWS |= {f"gguf.{name}": "gguf.write" for name in ("write", "quantize", "vocabulary", "tensors", "names")}
-MOST_IN_CIRCLE = 3
+OWN_ROWS = {f"gguf.{name}": "gguf.write" for name in ("write", "quantize", "vocabulary", "tensors", "names")}
+MOST_IN_CIRCLE, MOST_PACKAGES_IN_CIRCLE = 3, 4
 # Tables of lazy exports, and objectives by the name in the settings
 LAZY = {"__init__.py", "data/__init__.py", "data/objective.py", "generation/__init__.py"}
 
@@ -47,6 +45,19 @@ def imports(graph: grimp.ImportGraph) -> dict[str, set[str]]:
         others = {_package(other) for other in graph.find_modules_directly_imported_by(module)}
         found.setdefault(package, set()).update(others - {package, *EVERYWHERE, ""})
     return found
+
+
+def imports_of_packages(graph: grimp.ImportGraph) -> dict[str, set[str]]:
+    """The packages that each whole package imports."""
+    packages = graph.find_children("lean_ft")
+    return {
+        package: {
+            other
+            for other in packages - {package}
+            if graph.direct_import_exists(importer=package, imported=other, as_packages=True)
+        }
+        for package in packages
+    }
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -117,13 +128,17 @@ def main() -> None:
     found = circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules})
     order, largest = rows(edges), max(map(len, found), default=0)
     arrows = [(a, b) for a in order for b in sorted(edges[a]) if b in order and order.index(b) < order.index(a)]
+    packages = max(circles(imports_of_packages(graph)), key=len, default=[])
     print(f"circles of modules: {len(found)}, the largest of {largest}")
+    print(f"largest circle of packages: {len(packages)} {', '.join(packages)}".rstrip())
     print(f"upward arrows between packages: {len(arrows)} {', '.join(f'{a} -> {b}' for a, b in arrows)}".rstrip())
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(drawn, encoding="utf-8")
         return
     problems = ["docs/design.md: the map is stale. Run python scripts/draw_map.py."] if drawn != page else []
     problems += [f"a circle of imports: {', '.join(circle)}" for circle in found if len(circle) > MOST_IN_CIRCLE]
+    if len(packages) > MOST_PACKAGES_IN_CIRCLE:
+        problems.append(f"a circle of {len(packages)} packages: {', '.join(packages)}")
     problems += [
         f"{one}: imported by a string, which no rule sees" for one in imports_by_string(PAGE.parents[1] / "lean_ft")
     ]

@@ -41,8 +41,8 @@ def push(
 
     Needs a token with write access: run `hf auth login` or set the variable HF_TOKEN.
     """
-    from lean_ft.hub.upload import CARD, prepare
-    from lean_ft.hub.upload import push as upload
+    from lean_ft.export.upload import CARD, prepare
+    from lean_ft.export.upload import push as upload
 
     if not dry_run:
         typer.echo(f"pushed  {upload(source, repo, public=public, license=license)}")

@@ -1,8 +1,8 @@
 """Read rows from Parquet files and Hugging Face datasets. Needs the `datasets` extra.
 
 A map becomes an object. Arrow fills missing names of nested objects with null. These nulls are removed, so that a chat
-template does not write them into tools or tool calls. Dates and decimal numbers become strings, as in CSV. Images stay
-encoded bytes. Other values that are not text become an object that names their type.
+template does not write them into tools or tool calls. Dates and decimal numbers become strings, as in CSV. Contents of
+parts stay encoded bytes (`lean_ft.data.parts`). Other values that are not text become an object that names their type.
 """
 
 import contextlib
@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lean_ft.data.images import IMAGE_FIELDS
+from lean_ft.data.parts import FEATURES, is_encoded
 from lean_ft.data.rows import Digest, Row, unpacked
 from lean_ft.data.splits import is_sliced, rows_of_split
 from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
-from lean_ft.images.forms import is_image
 from lean_ft.system.installation import install_command
 from lean_ft.system.whole_files import why_unusable
 
 ROWS_AT_A_TIME = 1024
 MANY_ROWS = 100_000
 PARQUET = b"PAR1"
-_OF_IMAGES = (*IMAGE_FIELDS, "bytes")  # names whose values may be encoded images
 HASHED_BYTES_AT_A_TIME = 1 << 20
 
 
@@ -160,7 +158,7 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     import datasets
 
     if not Path(name).is_dir():
-        return with_encoded_images(datasets.load_dataset(name, subset, split=split, streaming=streaming))
+        return with_encoded_media(datasets.load_dataset(name, subset, split=split, streaming=streaming))
     dataset: Any = datasets.load_from_disk(name)
     if not isinstance(dataset, datasets.DatasetDict):
         dataset = {str(dataset.split or "train"): dataset}
@@ -169,15 +167,15 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
         raise ValueError(f"no split {split_name}; the splits are {', '.join(map(str, dataset))}")
     dataset = dataset[split_name]
     first, last = rows_of_split(split, lambda: len(dataset))
-    return with_encoded_images(dataset if not is_sliced(split) else dataset.select(range(len(dataset))[first:last]))
+    return with_encoded_media(dataset if not is_sliced(split) else dataset.select(range(len(dataset))[first:last]))
 
 
-def with_encoded_images(dataset: Any) -> Any:
-    """Return a dataset that gives images as they are stored, and decodes none."""
+def with_encoded_media(dataset: Any) -> Any:
+    """Return a dataset that gives images and the like as they are stored, and decodes none."""
     import datasets
 
     def encoded(feature: dict[str, Any]) -> dict[str, Any]:
-        return feature | {"decode": False} if feature.get("_type") == "Image" else feature
+        return feature | {"decode": False} if feature.get("_type") in FEATURES else feature
 
     if dataset.features is None:  # a streamed dataset that does not name them
         return dataset
@@ -234,7 +232,7 @@ def _value_as_json(value: Any, name: str) -> Any:
         return found
     if isinstance(value, list | tuple):
         return [_value_as_json(inner, name) for inner in value]
-    if isinstance(value, bytes) and (name in _OF_IMAGES or is_image(value[:32])):
+    if isinstance(value, bytes) and is_encoded(name, value):
         return value
     try:
         return unpacked(value)

@@ -17,7 +17,6 @@ import numpy as np
 
 from lean_ft.data.columns import Document
 from lean_ft.data.rows import IGNORED
-from lean_ft.images.batch import Images
 
 if TYPE_CHECKING:  # processes that tokenize load this file, and not torch
     import torch
@@ -46,9 +45,9 @@ class Batch:
     num_tokens: int
     """Number of computed positions, B * T."""
     counted: Mapping[str, int] = field(default_factory=dict)
-    """What kinds of columns count in the batch, such as images and their patches, by the metric's name."""
+    """What kinds of columns count in the batch, by the metric's name."""
     texts: Sequence[Document] | None = None
-    """The texts, row after row, if a kind of columns adds to them, such as references to images; else None."""
+    """The texts, row after row, if a kind of columns adds to them, such as references to files; else None."""
     documents: np.ndarray | None = None
     """Document numbers in the prepared data, row after row; held-out documents follow the training documents. None if
     documents are cut or joined, or do not come from prepared data."""
@@ -92,8 +91,8 @@ class Batch:
                 return value.mapped(move)
             if isinstance(value, dict):
                 return {name: moved(one) for name, one in value.items()}
-            if isinstance(value, Images):
-                return Images(*map(moved, value))
+            if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
+                return type(value)(*map(moved, value))
             return move(value) if isinstance(value, torch.Tensor) else value
 
         return replace(self, **{name: moved(value) for name, value in vars(self).items()})

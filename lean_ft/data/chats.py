@@ -1,7 +1,7 @@
 """Convert chats of data sets to messages for a chat template.
 
-A message has `role` and `content` (OpenAI) or `from` and `value` (ShareGPT). Content may be a list of parts: text
-and images (`lean_ft.data.images`).
+A message has `role` and `content` (OpenAI) or `from` and `value` (ShareGPT). Content may be a list of parts
+(`lean_ft.data.parts`).
 Arguments of a tool call may be an object or a JSON string. Tools may be a JSON string. `train: false`, `weight: 0` and
 the other keys in `SWITCHES` exclude an assistant message from the loss.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lean_ft.data.foreign_fields import SWITCHES, is_given
-from lean_ft.data.images import read_part
+from lean_ft.data.parts import read_part
 from lean_ft.data.rows import kind, names_of
 from lean_ft.data.text_files import parse_json
 from lean_ft.system import foreign_values
@@ -138,10 +138,10 @@ def _message(message: Any, where: str, is_sharegpt: bool) -> dict[str, Any]:
 
 
 def read_content(content: Any, message: dict[str, Any], where: str) -> str | list[dict[str, Any]] | None:
-    """Return the text of a message, or its content parts if one of them is an image."""
+    """Return the text of a message, or its content parts if one of them is not text."""
     if isinstance(content, list):  # the parts of the OpenAI format
         parts = [read_part(part, where) for part in content]
-        if any(part["type"] == "image" for part in parts):
+        if any(part["type"] != "text" for part in parts):
             for part in parts:
                 check_text(part.get("text", ""), f"{where}: `text`")
             return parts

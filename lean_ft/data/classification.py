@@ -24,9 +24,9 @@ from lean_ft.data.chats import check_text, parse_if_json
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, Fields, RowFormat, RowReader, as_chat, formats_of, reading
-from lean_ft.data.images import IMAGE_FIELDS
 from lean_ft.data.objective import Objective
 from lean_ft.data.pairs import NUMBER
+from lean_ft.data.parts import PART_FIELDS
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
 from lean_ft.data.sources import RowSources
@@ -45,7 +45,7 @@ _NUMBERS = {kind(0), "a string with a number"}
 KNOWN = {
     "classification": Fields(
         ("text",),
-        ("label", "labels", *IMAGE_FIELDS),
+        ("label", "labels", *PART_FIELDS),
         text="text",
         becomes="a text with its label or labels, for `classify`",
     )
@@ -256,7 +256,7 @@ class LabelReader(RowReader):
             text = check_text(fields["text"], "the field `text`")
             if not text.strip():
                 raise ValueError("`text` is empty. Remove the row, or add a text.")
-            if self.tokenizer.image_rules is not None or any(is_given(fields.get(name)) for name in IMAGE_FIELDS):
+            if self.tokenizer.media or any(is_given(fields.get(name)) for name in PART_FIELDS):
                 return [self.render(as_chat(text, "prompt"), fields, is_prompt=True)]
             return [Passage(text, [(0, len(text))], add_bos=True)]
 

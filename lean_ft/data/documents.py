@@ -15,16 +15,16 @@ import numpy as np
 
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
-from lean_ft.data.images import MARK, UnreadableImageError, documents_of, with_sizes
-from lean_ft.data.media import image_fields
+from lean_ft.data.kinds import Kind
 from lean_ft.data.objective import objective_of, own_files
 from lean_ft.data.pairs import until_the_answer_ends
-from lean_ft.data.report import MARK_IN_TEXT, DataReport, count
+from lean_ft.data.part_types import UnreadablePartError
+from lean_ft.data.parts import documents_of, kinds_of, marks_in_texts, measured
+from lean_ft.data.report import DataReport, count
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.sources import RowSources
 from lean_ft.data.workers import FromFiles, map_in_processes
-from lean_ft.images.rules import ImageRules
-from lean_ft.settings import DataConfig, RowsConfig, Sources
+from lean_ft.settings import DataConfig, Sources
 from lean_ft.system.environment import usable_cores
 from lean_ft.tokenizers import Passage, Tokenizer, load_tokenizer
 
@@ -37,7 +37,7 @@ copyreg.pickle(
     lambda one: (
         load_tokenizer,
         (one.folder, one.template_file),
-        {"chat_template_kwargs": one.chat_template_kwargs, "image_rules": one.image_rules},
+        {"chat_template_kwargs": one.chat_template_kwargs, "media": one.media},
     ),
 )
 
@@ -47,27 +47,10 @@ def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources | None
 
     Raises ValueError if the source cannot be read, or if the objective does not support the format of its rows.
     """
-    rules, objective = image_rules_of(config, tokenizer), objective_of(config)
+    kinds, objective = kinds_of(tokenizer, config), objective_of(config)
     sources = RowSources.of(config.importable(), source)
     reader = objective.reader.of(sources, sources.first_rows(NUM_ROWS_TO_DETECT), tokenizer)
-    return Renderer(sources, reader, tokenizer, rules, objective.unit)
-
-
-def image_rules_of(config: RowsConfig, tokenizer: Tokenizer) -> ImageRules | None:
-    """How images become tokens, scaled down to `data.image_tokens`; None without images.
-
-    Raises ValueError for a limit without images, and as `ImageRules.check_window` does.
-    """
-    rules = tokenizer.image_rules
-    if config.image_tokens is not None:
-        if rules is None:
-            raise ValueError(
-                f"data.image_tokens={config.image_tokens} needs images. Set model.images=frozen, or remove it."
-            )
-        rules = rules.limited(config.image_tokens)
-    if rules is not None:
-        rules.check_window()
-    return rules
+    return Renderer(sources, reader, tokenizer, kinds, objective.unit)
 
 
 @dataclass(frozen=True)
@@ -78,8 +61,8 @@ class Renderer:
     reader: RowReader
     """The objective's reader."""
     tokenizer: Tokenizer
-    rules: ImageRules | None
-    """How images become tokens; None without images."""
+    kinds: tuple[Kind, ...]
+    """Of the documents' columns."""
     unit: str
     """Of the objective, in reports."""
 
@@ -138,28 +121,28 @@ class Renderer:
                 unread, passages = self.reader.unread(row), self.reader.passages(row)
                 with reading(row):
                     passages = [
-                        with_sizes(one, row.folder, self.rules) if isinstance(one, Passage) else one for one in passages
+                        measured(one, row.folder, self.kinds) if isinstance(one, Passage) else one for one in passages
                     ]
                 read.append((row, passages))
                 count(unread, report.unread)
                 count(columns := self.reader.columns(row), report.columns)
                 texts = [passage for passage in passages if isinstance(passage, Passage)]
-                if any(passage.images for passage in texts):
-                    report.with_images += 1
-                else:
-                    self._count_unseen({name: row.fields.get(name) for name in unread} | columns, texts, report)
+                self._count_parts({name: row.fields.get(name) for name in unread} | columns, texts, report)
                 for passage in texts:
                     report.count_passage(passage)
             except ValueError as error:
                 self._skip_or_raise(error, report)
         return self._tokenize(read, report)
 
-    def _count_unseen(self, fields: dict[str, Any], texts: list[Passage], report: DataReport) -> None:
-        """For a row without an image, count the fields that may hold one, and texts with `<image>`."""
-        if self.rules is not None:
-            count(image_fields(fields), report.unseen)
-        if any(MARK in passage.text for passage in texts):
-            count([MARK_IN_TEXT], report.unread)
+    def _count_parts(self, unread: dict[str, Any], texts: list[Passage], report: DataReport) -> None:
+        """Count the units of the parts that a row shows. Of the others, count the fields `unread` that may hold such
+        parts, and marks of their places in texts."""
+        shown = {unit for passage in texts for unit in passage.parts}
+        count(shown, report.shown)
+        for kind in self.kinds:
+            if kind.unit not in shown:
+                count(kind.unseen(unread), report.unseen.setdefault(kind.unit, {}))
+        count(marks_in_texts(texts, shown), report.unread)
 
     def _tokenize(
         self, read: list[tuple[Row, list[Passage | Document]]], report: DataReport
@@ -168,7 +151,7 @@ class Renderer:
         unchanged."""
         try:
             passages = [passage for _, passages in read for passage in passages]
-            found = iter(documents_of(passages, self.tokenizer, self.rules))
+            found = iter(documents_of(passages, self.tokenizer, self.kinds))
             return [(row, list(itertools.islice(found, len(passages)))) for row, passages in read]
         except ValueError as error:
             if len(read) > 1:
@@ -177,11 +160,12 @@ class Renderer:
             return []
 
     def _skip_or_raise(self, error: ValueError, report: DataReport) -> None:
-        is_image = isinstance(error, UnreadableImageError)
+        is_part = isinstance(error, UnreadablePartError)
         if self.config.on_bad_row == "raise":
-            raise ValueError(f"{error} To skip such rows, set data.on_bad_row=skip.") if is_image else error
+            raise ValueError(f"{error} To skip such rows, set data.on_bad_row=skip.") if is_part else error
         report.skip_bad_row(str(error))
-        report.bad_images += is_image
+        if is_part:
+            count([error.unit], report.unreadable)
 
 
 def render_rows(render: Renderer, rows: list[Row]) -> tuple[Columns, DataReport]:
@@ -214,8 +198,8 @@ class Parts:
             self.report.add(counts)
             self.report.check_bad_rows(config.max_bad_rows)
             yield documents
-        if self._render.rules is not None:
-            self.report.check_images()
+        for kind in self._render.kinds:
+            kind.check(self.report)
         check_any_left(self.report, config, self._render.sources.source)
 
     def _num_processes(self) -> int:

@@ -1,6 +1,6 @@
 """Fields of a row and keys of a message to which other tools give a meaning.
 
-A format reads its own fields (`lean_ft.data.formats`), and a content part its own keys (`lean_ft.data.images`). Of the
+A format reads its own fields (`lean_ft.data.formats`), and a content part its own keys (`lean_ft.data.parts`). Of the
 others, those in these tables raise an error that names the remedy, because training without them would teach something
 else. All further fields, such as ids, scores and log-probabilities of a reference model, are named once in the report,
 and so are tools, keys of messages and template variables that the chat template does not mention.
@@ -8,36 +8,23 @@ and so are tools, keys of messages and template variables that the chat template
 Sources: the documentation of TRL, axolotl, LLaMA-Factory, ms-swift, torchtune and OpenAI.
 """
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lean_ft.data.media import kind_of_name, medium_of
+from lean_ft.data.media import MEDIA_FIELDS, refuse_key, refuse_part_key
 from lean_ft.tokenizers.chat_template import REASONING
 
-_NOT_READ = "only text and images are read. Remove the row, or skip such rows with data.on_bad_row=skip"
-_IMAGE = "images are read from chats and prompts: from content parts, or from the row's field `images`"
 _NO_WEIGHTS = (
     "rows have no weights. Put rows of one weight into one file, and set data.source=[{path: FILE, weight: W}, ...]"
 )
 _PARTS = "parts of a message cannot be selected. Remove the key; `train: false` and `weight: 0` exclude a whole message"
-MEDIA: dict[str, str] = {
-    **dict.fromkeys(("image", "images"), _IMAGE),
-    **dict.fromkeys(("video", "videos", "audio", "audios"), _NOT_READ),
-}
-REFUSED: dict[str, str] = MEDIA | dict.fromkeys(
+REFUSED: dict[str, str] = MEDIA_FIELDS | dict.fromkeys(
     ("weight", "sample_weight", "example_weight", "loss_weight"), _NO_WEIGHTS
 )
-REFUSED_KEYS: dict[str, str] = MEDIA | dict.fromkeys(
+REFUSED_KEYS: dict[str, str] = MEDIA_FIELDS | dict.fromkeys(
     ("mask", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail"), _PARTS
 )
 """Fields of a row and keys of a message, with the remedy."""
-
-_SIZES = re.compile("pixels|^resized_|soft_tokens|image_tokens")  # keys of an image: the limits of its size
-_SIZED = (
-    "all images of a run have the same limits. Remove the key; data.image_tokens=N scales larger images down to N "
-    "tokens"
-)
 
 OTHER_NAMES = {"functions": "tools", "system_prompt": "system", "system_message": "system"}
 """Refused unless the row also has the field that lean_ft reads."""
@@ -98,29 +85,6 @@ def unread_fields(
     return list(unread)
 
 
-def refuse_media(fields: Mapping[str, Any], *, of_prompt: bool, has_images: bool, reads_images: bool) -> None:
-    """Raise ValueError if an unread field holds an image, video or audio, by its name and its value or by its content
-    alone.
-
-    of_prompt: rewards get the fields too, so only an image under the name of an image is refused; has_images: the row
-    shows an image, so further images are data; reads_images: whether the run reads images.
-    """
-    for name, value in fields.items():
-        named = kind_of_name(name)
-        found = medium_of(value, named) if is_given(value) else None
-        if found is None or (named is None and (of_prompt or not found.is_content)):
-            continue
-        if found.kind != "image" and not of_prompt:
-            raise ValueError(f"the row has the field `{name}`, which looks like {found.kind}, and {_NOT_READ}.")
-        if found.kind == "image" and not has_images:
-            reason = _IMAGE if reads_images else "model.images=none ignores images"
-            remedy = f"Set {'' if reads_images else 'model.images=frozen and '}data.columns.images={name}"
-            raise ValueError(
-                f"the row has the field `{name}`, which looks like an image, and {reason}. {remedy}, or remove or "
-                "rename the field."
-            )
-
-
 def unwritten(
     messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any], mentioned: frozenset[str]
 ) -> list[str]:
@@ -128,13 +92,12 @@ def unwritten(
 
     Raises ValueError for a key that must not be dropped.
     """
-    own = ("role", "content")
-    keys = {k: value for message in messages for k, value in message.items() if k not in own and is_given(value)}
+    ours = ("role", "content")
+    keys = {k: value for message in messages for k, value in message.items() if k not in ours and is_given(value)}
     names = [] if tools is None or "tools" in mentioned else ["tools"]
     for key, value in keys.items():
         _refuse(key, value, REFUSED_KEYS, "a message has the key")
-        if (kind := kind_of_name(key)) is not None and medium_of(value, kind):
-            raise ValueError(f"a message has the key `{key}`, and {_IMAGE if kind == 'image' else _NOT_READ}.")
+        refuse_key(key, value)
         if key in mentioned or (key in REASONING and not mentioned.isdisjoint(REASONING)):
             continue
         if key in CALLS:
@@ -146,20 +109,16 @@ def unwritten(
 def refuse_part_keys(keys: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for an unread key of a content part that must not be dropped."""
     for key, value in keys.items():
-        kind, found = kind_of_name(key), f"{where} has a content part with the key `{key}`"
-        if _SIZES.search(key):
-            raise ValueError(f"{found}, and {_SIZED}.")
-        if key in MEDIA or (kind is not None and medium_of(value, kind)):
-            raise ValueError(f"{found}. A part is one text or one image. Write a separate part of the type image.")
+        refuse_part_key(key, value, where)
         if value != SWITCHES.get(key, value):
-            raise ValueError(f"{found}, and {_PARTS}.")
+            raise ValueError(f"{where} has a content part with the key `{key}`, and {_PARTS}.")
         _refuse(key, value, REFUSED_KEYS, f"{where} has a content part with the key")
 
 
-def _refuse(name: str, value: Any, reasons: Mapping[str, str], found: str) -> None:
+def _refuse(name: str, value: Any, reasons: Mapping[str, str], place: str) -> None:
     is_neutral = name.endswith(("weight", "scale")) and str(value).strip() in ("1", "1.0")
     if name in reasons and not is_neutral:
-        raise ValueError(f"{found} `{name}`, and {reasons[name]}.")
+        raise ValueError(f"{place} `{name}`, and {reasons[name]}.")
 
 
 def _text_of(value: Any) -> str:

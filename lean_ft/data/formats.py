@@ -23,16 +23,18 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_opening, read_tools, read_variables
 from lean_ft.data.columns import Document
-from lean_ft.data.foreign_fields import is_given, refuse_media, unread_fields, unwritten
-from lean_ft.data.images import (
-    IMAGE_FIELDS,
-    NO_IMAGES,
-    UnreadableImageError,
-    images_of,
-    shows_images,
+from lean_ft.data.foreign_fields import is_given, unread_fields, unwritten
+from lean_ft.data.kinds import unit_that_is_cut
+from lean_ft.data.media import refuse_media
+from lean_ft.data.part_types import UnreadablePartError
+from lean_ft.data.parts import (
+    PART_FIELDS,
+    check_are_read,
+    take_parts,
+    units_read,
+    units_shown,
     unread_part_keys,
 )
-from lean_ft.data.kinds import unit_that_is_cut
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import RowSources
@@ -47,8 +49,8 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def drops(document: Document, kept: slice, report: DataReport) -> bool:
-    """Whether a row is dropped and counted, because keeping the tokens `kept` of its document alone would cut an image
-    or the like."""
+    """Whether a row is dropped and counted, because keeping the tokens `kept` of its document alone would cut what
+    a kind of columns keeps whole."""
     if unit := unit_that_is_cut(document, kept):
         report.drop(f"a whole {unit} does not fit in max_length")
     return bool(unit)
@@ -87,7 +89,7 @@ class Fields:
         return "\n\n".join(filter(None, [check_text(fields.get(n) or "", f"the field `{n}`") for n in names]))
 
 
-OF_CHATS = ("system", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
+OF_CHATS = ("system", "tools", "chat_template_kwargs", *PART_FIELDS)
 OF_PROMPTS = ("history", *OF_CHATS)
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "prompt_mask")
 PROMPT, ALPACA = ("prompt",), ("instruction", "input")
@@ -200,8 +202,8 @@ def reading(row: Row) -> Iterator[None]:
         if row.problem is not None:
             raise ValueError(row.problem)
         yield
-    except UnreadableImageError as error:
-        raise UnreadableImageError(f"{row.place}: {error}") from None
+    except UnreadablePartError as error:
+        raise type(error)(f"{row.place}: {error}") from None
     except ValueError as error:
         raise ValueError(f"{row.place}: {error}") from None
     except RecursionError:
@@ -333,8 +335,8 @@ class RowReader:
             refuse_media(
                 {name: row.fields[name] for name in names},
                 of_prompt=False,
-                has_images=shows_images(given),
-                reads_images=self.tokenizer.image_rules is not None,
+                shown=units_shown(given),
+                read=units_read(self.tokenizer),
             )
             return names + keys
 
@@ -360,14 +362,13 @@ class RowReader:
         chat = join(Chat(opening), chat, train_prompt=train_on != "completion") if opening else chat
         tools, given = read_tools(fields.get("tools")), read_variables(fields.get("chat_template_kwargs"))
         variables = self.config.chat_template_kwargs | given
-        listed = {name: parse_if_json(fields.get(name), name) for name in IMAGE_FIELDS}
-        messages, images = images_of(chat.messages, listed)
-        if images and self.tokenizer.image_rules is None:
-            raise ValueError(NO_IMAGES)
+        listed = {name: parse_if_json(fields.get(name), name) for name in PART_FIELDS}
+        messages, parts = take_parts(chat.messages, listed)
+        check_are_read(parts, self.tokenizer)
         unread = unwritten(messages, tools, given, self.tokenizer.template_names)
         passage = self.tokenizer.passage(messages, tools, is_prompt, train_on, chat.untrained, variables)
         unread = dict.fromkeys((*unread, *passage.unread))
-        return replace(passage, unread=tuple(unread), images=images) if unread or images else passage
+        return replace(passage, unread=tuple(unread), parts=parts) if unread or parts else passage
 
     def passages(self, row: Row) -> list[Passage | Document]:
         """Return the sequences of `row` before truncation. Raises ValueError with the row's place."""
@@ -386,7 +387,7 @@ class RowReader:
 
     def truncated(self, document: Document, place: str, report: DataReport) -> Document | None:
         """Truncate a document to the length that `data.max_length` and `data.packing` allow; return None if dropped.
-        What a kind of columns adds, such as an image, is never cut."""
+        What a kind of columns adds is never cut."""
         limit = self.config.longest
         if limit is None or len(document) <= limit:
             return document

@@ -32,11 +32,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise, starmap
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -45,33 +45,29 @@ import numpy as np
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.foreign_fields import is_given, refuse_part_keys
 from lean_ft.data.kinds import Insert, Kind, OfBatch
+from lean_ft.data.media import image_fields
+from lean_ft.data.part_types import Messages, PartType, UnreadablePartError
 from lean_ft.data.report import DataReport
-from lean_ft.data.text_files import parse_json
 from lean_ft.images.cuts import Size
-from lean_ft.images.forms import KEYS
+from lean_ft.images.forms import KEYS, is_image
 from lean_ft.images.rules import ImageLayout, ImageRules
+from lean_ft.settings import RowsConfig
 from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.tokenizers.passages import Passage, with_image_texts
+from lean_ft.tokenizers.passages import Passage, Runs, with_part_texts
 
 if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
 
-IMAGE_FIELDS = ("images", "image")
 IMAGE_ROW, POSITION_SHIFT = "image_row", "position_shift"  # columns of tokens
 OF_IMAGES = "image_"  # prefix of the columns of images
-MARK = "<image>"  # the place of an image in a text
-NO_IMAGES = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _UNTYPED_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")  # of an image part without a type
 BLANK = b"blank "  # begins the reference of an image of a plan, which has no pixels
-_SKIP = "Remove the row, or skip such rows with data.on_bad_row=skip."
-
-Messages = list[dict[str, Any]]
 
 
-class UnreadableImageError(ValueError):
-    """An image is missing, broken or refused. Its row is a bad row."""
+class UnreadableImageError(UnreadablePartError):
+    unit = "image"
 
 
 class RowImage(NamedTuple):
@@ -81,119 +77,93 @@ class RowImage(NamedTuple):
     layout: ImageLayout
 
 
-def read_part(part: Any, where: str) -> dict[str, Any]:
-    """Return a content part as {"type": "text", "text"} or {"type": "image", "image"}. The image is None if the part
-    only marks a place. `index` is then the image's position in the row's images, if the part has an index.
+class ImageParts(PartType):
+    """Images in content parts, and in the fields `images` and `image` of a row."""
 
-    Raises ValueError for another part, such as a video, and for a key that must not be dropped.
-    """
-    if isinstance(part, dict):
-        name, own = part.get("type"), {key: part[key] for key in KEYS if is_given(part.get(key))}
-        if _is_image(part):
-            _check_image_part(part, own, where)
-            index = None if own else part.get("index")
-            if index is not None and not (type(index) is int or (type(index) is float and index.is_integer())):
-                raise ValueError(f"{where} has a content part with the `index` {index!r:.40}; expected a whole number.")
-            return {"type": "image", "image": own or None} | ({} if index is None else {"index": int(index)})
-        if isinstance(name, str) and any(other in name for other in ("video", "audio")):
-            raise ValueError(f"{where} has a content part of the type {name}; only text and images are read. {_SKIP}")
-        if isinstance(part.get("text"), str):
-            refuse_part_keys(_further_keys(part), where)
-            return {"type": "text", "text": part["text"]}
-    raise ValueError(f"{where} has a content part that is neither text nor an image.")
+    unit = "image"
+    with_article = "an image"
+    fields = ("images", "image")
+    mark = "<image>"
+    not_read = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
+    feature = "Image"
 
-
-def unread_part_keys(*values: Any) -> list[str]:
-    """Return the keys of content parts that are not read. values: fields that may hold messages, also as JSON."""
-    keys = dict.fromkeys(key for value in values for part in _parts_in(value) for key in _further_keys(part))
-    return [f"messages.content.{key}" for key in keys]
-
-
-def _parts_in(value: Any) -> Iterator[dict[str, Any]]:
-    """The content parts of a field that holds messages, also as JSON; nothing for other values."""
-    if isinstance(value, str) and value.lstrip()[:1] == "[" and '"content"' in value and '"type"' in value:
-        with suppress(ValueError):
-            value = parse_json(value)
-    for message in value if isinstance(value, list) else ():
-        parts = message.get("content", message.get("value")) if isinstance(message, dict) else None
-        yield from (part for part in parts if isinstance(part, dict)) if isinstance(parts, list) else ()
-
-
-def _check_image_part(part: dict[str, Any], own: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if an image part has several images, a text, or a key that must not be dropped.
-
-    own: the keys that hold its image.
-    """
-    if len(own) > 1 and own.keys() != {"bytes", "path"}:
-        raise ValueError(f"{where} has a content part with the images {' and '.join(own)}. Keep one of them.")
-    if is_given(part.get("text")):
-        raise ValueError(f"{where} has a content part with an image and a text. Write two parts.")
-    refuse_part_keys(_further_keys(part), where)
-
-
-def _further_keys(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the unread keys of a content part, and of the nested mappings that hold its image."""
-    if not _is_image(part):
-        return {key: value for key, value in part.items() if key not in ("type", "text") and is_given(value)}
-    levels: list[Mapping[str, Any]] = [part]
-    for level in levels:
-        levels += [level[key] for key in KEYS if isinstance(level.get(key), Mapping)]
-    read = {"type", "text", "media_type", *KEYS}  # the format is read from the file itself
-    if not any(is_given(part.get(key)) for key in KEYS):
-        read.add("index")
-    return {key: value for level in levels for key, value in level.items() if key not in read and is_given(value)}
-
-
-def images_of(messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
-    """Return the messages for a chat template, and the images of a row in their order; fields: `IMAGE_FIELDS` of the
-    row.
-
-    Raises ValueError if the row's images do not fit the places for them.
-    """
-    given = _given(fields)
-    if given and not _images_in(messages):
-        messages = _with_places(messages, len(given))
-    images = _images_in(messages)
-    if places := _places_in(messages):
-        return without_images(messages), _by_index(images, places, given)
-    if (empty := images.count(None)) != len(given):
-        raise ValueError(
-            f"the row has {counted(len(given), 'images')} in its field `images`, and "
-            f"{counted(empty, 'empty content parts')} of the type image. These numbers must agree."
+    def claims(self, part: Mapping[str, Any]) -> bool:
+        return part.get("type") in _IMAGE_TYPES or (
+            "type" not in part and any(is_given(part.get(key)) for key in _UNTYPED_KEYS)
         )
-    rest = iter(given)
-    return without_images(messages), [next(rest) if image is None else image for image in images]
+
+    def read(self, part: dict[str, Any], where: str) -> dict[str, Any]:
+        """Also return `index`, the image's position in the row's images, if an empty part has an index."""
+        content = {key: part[key] for key in KEYS if is_given(part.get(key))}
+        self._check(part, content, where)
+        index = None if content else part.get("index")
+        if index is not None and not (type(index) is int or (type(index) is float and index.is_integer())):
+            raise ValueError(f"{where} has a content part with the `index` {index!r:.40}; expected a whole number.")
+        return {"type": "image", "image": content or None} | ({} if index is None else {"index": int(index)})
+
+    def _check(self, part: dict[str, Any], content: Mapping[str, Any], where: str) -> None:
+        """Raise ValueError if a part has several images, a text, or a key that must not be dropped.
+
+        content: the keys that hold its image.
+        """
+        if len(content) > 1 and content.keys() != {"bytes", "path"}:
+            raise ValueError(f"{where} has a content part with the images {' and '.join(content)}. Keep one of them.")
+        if is_given(part.get("text")):
+            raise ValueError(f"{where} has a content part with an image and a text. Write two parts.")
+        refuse_part_keys(self.further_keys(part), where)
+
+    def further_keys(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Also those of the nested mappings that hold the image."""
+        levels: list[Mapping[str, Any]] = [part]
+        for level in levels:
+            levels += [level[key] for key in KEYS if isinstance(level.get(key), Mapping)]
+        read = {"type", "text", "media_type", *KEYS}  # the format is read from the file itself
+        if not any(is_given(part.get(key)) for key in KEYS):
+            read.add("index")
+        return {key: value for level in levels for key, value in level.items() if key not in read and is_given(value)}
+
+    def is_content(self, start: bytes) -> bool:
+        return is_image(start)
+
+    def take(self, messages: Messages, fields: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
+        listed = _listed(fields)
+        if listed and not _images_in(messages):
+            messages = _with_places(messages, len(listed))
+        images = _images_in(messages)
+        if places := _places_in(messages):
+            return messages, _by_index(images, places, listed)
+        if (empty := images.count(None)) != len(listed):
+            raise ValueError(
+                f"the row has {counted(len(listed), 'images')} in its field `images`, and "
+                f"{counted(empty, 'empty content parts')} of the type image. These numbers must agree."
+            )
+        rest = iter(listed)
+        return messages, [next(rest) if image is None else image for image in images]
+
+    def kinds(self, tokenizer: Tokenizer, config: RowsConfig | None) -> list[Kind]:
+        rules = rules_in(tokenizer)
+        if config is not None and config.image_tokens is not None:
+            if rules is None:
+                raise ValueError(
+                    f"data.image_tokens={config.image_tokens} needs images. Set model.images=frozen, or remove it."
+                )
+            rules = rules.limited(config.image_tokens)
+        if rules is not None and config is not None:
+            rules.check()
+        return [] if rules is None else [ImageKind(rules)]
 
 
-def shows_images(fields: Mapping[str, Any]) -> bool:
-    """Whether a row shows an image, by its fields that are read."""
-    if any(is_given(fields.get(name)) for name in IMAGE_FIELDS):
-        return True
-    return any(_is_image(part) for value in fields.values() for part in _parts_in(value))
+IMAGES = ImageParts()
 
 
-def without_images(messages: Any) -> Any:
-    """Return messages with {"type": "image"} for each image; a text unchanged."""
-
-    def changed(message: Any) -> Any:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-            return message
-        parts = [{"type": "image"} if _is_image(part) else part for part in message["content"]]
-        return {**message, "content": parts}
-
-    return [changed(message) for message in messages] if isinstance(messages, list) else messages
+def rules_in(tokenizer: Tokenizer) -> ImageRules | None:
+    """How images become tokens; None if the tokenizer reads none."""
+    return next((media for media in tokenizer.media if isinstance(media, ImageRules)), None)
 
 
-def _is_image(part: Any) -> bool:
-    if not isinstance(part, dict):
-        return False
-    return part.get("type") in _IMAGE_TYPES or (
-        "type" not in part and any(is_given(part.get(k)) for k in _UNTYPED_KEYS)
-    )
-
-
-def _given(fields: Mapping[str, Any]) -> list[Any]:
-    names = [name for name in IMAGE_FIELDS if is_given(fields.get(name))]
+def _listed(fields: Mapping[str, Any]) -> list[Any]:
+    """The images in a row's fields."""
+    names = [name for name in IMAGES.fields if is_given(fields.get(name))]
     if len(names) > 1:
         raise ValueError("the row has the fields `images` and `image`. Keep one of them.")
     value = fields[names[0]] if names else []
@@ -212,26 +182,26 @@ def _places_in(messages: Messages) -> list[Any]:
     return [part["index"] for parts in lists for part in parts if "index" in part]
 
 
-def _by_index(images: Sequence[Any], places: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """Return a row's images in order. Those of empty parts are taken from `given` by their `index`, counted from 0.
+def _by_index(images: Sequence[Any], places: Sequence[Any], listed: Sequence[Any]) -> list[Any]:
+    """Return a row's images in order. Those of empty parts are taken from `listed` by their `index`, counted from 0.
 
     Raises ValueError unless every empty part has an index, and every image a part.
     """
-    if len(places) != images.count(None) or {*places} != {*range(len(given))}:
+    if len(places) != images.count(None) or {*places} != {*range(len(listed))}:
         raise ValueError(
-            f"the row has {counted(len(given), 'images')} in its field `images`, and its content parts of the type "
+            f"the row has {counted(len(listed), 'images')} in its field `images`, and its content parts of the type "
             f"image have the `index` {', '.join(map(str, places))}. Give each empty part an index from 0 to "
-            f"{max(0, len(given) - 1)}, and each image a part; or remove `index`."
+            f"{max(0, len(listed) - 1)}, and each image a part; or remove `index`."
         )
     rest = iter(places)
-    return [given[next(rest)] if image is None else image for image in images]
+    return [listed[next(rest)] if image is None else image for image in images]
 
 
 def _with_places(messages: Messages, number: int) -> Messages:
     """Add content parts for `number` images: where texts have `<image>`, or else before the first user text."""
     place: dict[str, Any] = {"type": "image", "image": None}
     texts = ["" if message["role"] == "assistant" else message["content"] or "" for message in messages]
-    marks = sum(text.count(MARK) for text in texts)
+    marks = sum(text.count(IMAGES.mark) for text in texts)
     if not marks:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None:
@@ -240,13 +210,13 @@ def _with_places(messages: Messages, number: int) -> Messages:
         return [*messages[:first], {**messages[first], "content": [place] * number + [text]}, *messages[first + 1 :]]
     if marks != number:
         raise ValueError(
-            f"the row has {counted(number, 'images')} in its field `images`, and its texts have {MARK} {marks} times. "
-            "These numbers must agree."
+            f"the row has {counted(number, 'images')} in its field `images`, and its texts have {IMAGES.mark} {marks} "
+            "times. These numbers must agree."
         )
     placed = Messages()
     for message, text in zip(messages, texts, strict=True):
-        if MARK in text:
-            first, *others = ({"type": "text", "text": part} for part in text.split(MARK))
+        if IMAGES.mark in text:
+            first, *others = ({"type": "text", "text": part} for part in text.split(IMAGES.mark))
             parts = [first, *(part for other in others for part in (place, other))]
             message = {**message, "content": [part for part in parts if part.get("text") != ""]}
         placed.append(message)
@@ -288,28 +258,6 @@ def _read_size(reference: bytes, rules: ImageRules) -> Size | str:
 def _known_size(reference: bytes, rules: ImageRules) -> Size | str:
     """`_read_size`, cached for files that several rows show."""
     return _read_size(reference, rules)
-
-
-def with_sizes(passage: Passage, folder: Path, rules: ImageRules | None) -> Passage:
-    """Read the sizes of a passage's images, and write their texts for the placeholders. rules: needed for images.
-    Raises ValueError as `read_image` and `with_image_texts` do."""
-    if rules is None or not passage.images:
-        return passage
-    images = [read_image(value, folder, rules) for value in passage.images]
-    texts, runs = [image.layout.text for image in images], [run for image in images for run in image.layout.runs]
-    return replace(with_image_texts(passage, rules.placeholder, texts, runs), images=images)
-
-
-def documents_of(
-    passages: Sequence[Passage | Document], tokenizer: Tokenizer, rules: ImageRules | None
-) -> list[Document]:
-    """Tokenize passages, and add the columns of their images. Documents are tokenized texts without images. Raises
-    ValueError as `with_columns` does."""
-    tokenized = starmap(Document, tokenizer.tokenize([one for one in passages if isinstance(one, Passage)]))
-    texts = [(next(tokenized), one.images) if isinstance(one, Passage) else (one, ()) for one in passages]
-    if rules is None:
-        return [document for document, _ in texts]
-    return [with_columns(document, images, rules, tokenizer.token_id(rules.token)) for document, images in texts]
 
 
 def with_columns(document: Document, images: Sequence[RowImage], rules: ImageRules, image_id: int | None) -> Document:
@@ -384,11 +332,6 @@ def behind_image(document: Document, place: int) -> int:
     return place if last < 0 else max(place, int(np.flatnonzero(image == last)[-1]) + 1)
 
 
-def as_text(content: Any) -> str:
-    """The content of a message for people, with `[image]` for each image."""
-    return content if isinstance(content, str) else "".join(part.get("text", "[image] ") for part in content or ())
-
-
 def has_images(document: Document) -> bool:
     return len(document.per_document.get("image_tiles", ())) > 0
 
@@ -414,6 +357,32 @@ class ImageKind(Kind):
     rules: ImageRules
     replaced: ClassVar[tuple[str, ...]] = (IMAGE_ROW,)
     unit: ClassVar[str] = "image"
+
+    def measured(self, passage: Passage, folder: Path) -> Passage:
+        images = [read_image(value, folder, self.rules) for value in passage.parts[self.unit]]
+        runs = Runs(self.unit, self.rules.token, [run for image in images for run in image.layout.runs])
+        measured = with_part_texts(passage, self.rules.placeholder, [image.layout.text for image in images], runs)
+        return replace(measured, parts={**passage.parts, self.unit: images})
+
+    def with_columns(self, document: Document, parts: Sequence[RowImage], tokenizer: Tokenizer) -> Document:
+        return with_columns(document, parts, self.rules, tokenizer.token_id(self.rules.token))
+
+    def unseen(self, fields: Mapping[str, Any]) -> list[str]:
+        return image_fields(fields)
+
+    def check(self, report: DataReport) -> None:
+        """Places of images are unread fields that look like images, and marks in texts."""
+        unseen, marked = report.unseen.get(self.unit), report.unread.get(f"{IMAGES.mark} in texts", 0)
+        if self.unit in report.shown or self.unit in report.unreadable or not (unseen or marked):
+            return
+        reason = f"and {counted(marked, 'rows')} {'has' if marked == 1 else 'have'} {IMAGES.mark} in texts"
+        if unseen:
+            name, number = max(unseen.items(), key=lambda item: item[1])
+            reason = f"while the field `{name}` of {counted(number, 'rows')} looks like paths of images"
+            remedy = f"data.columns.images={name} to read it, or "
+        else:
+            remedy = "data.columns.images=FIELD to read the images of a field, or "
+        raise ValueError(f"no row shows an image, {reason}. Set {remedy}model.images=none to train on the texts alone.")
 
     @property
     def never_trained(self) -> frozenset[int]:

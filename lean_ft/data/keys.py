@@ -16,7 +16,6 @@ from lean_ft.settings import DataConfig
 from lean_ft.system.user_functions import without_hashes
 from lean_ft.tokenizers import Tokenizer
 
-IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")  # how a model prepares images
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pillow")
 # These settings do not change the rows; sources and the chat template count by their content.
 NOT_IN_FINGERPRINT = {
@@ -44,8 +43,8 @@ def settings_of_batches(config: DataConfig) -> dict[str, Any]:
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     files = [*tokenizer.files, *filter(None, [tokenizer.template_file])]
     variables: list[Any] = [tokenizer.chat_template_kwargs] if tokenizer.chat_template_kwargs else []
-    if tokenizer.image_rules is not None:
-        files += [file for name in IMAGE_FILES if (file := tokenizer.folder / name).is_file()]
+    for media in tokenizer.media:
+        files += [file for name in media.files if (file := tokenizer.folder / name).is_file()]
     return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files), *variables)
 
 

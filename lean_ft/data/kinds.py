@@ -7,7 +7,8 @@ do (`lean_ft.data.images`). Documents and `Columns` carry their kinds, and the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
     from lean_ft.data.columns import Columns, Document
     from lean_ft.data.report import DataReport
-    from lean_ft.images.rules import ImageRules
+    from lean_ft.tokenizers import Passage, Tokenizer
 
 
 class OfBatch:
@@ -45,12 +46,33 @@ class Kind:
     replaced: ClassVar[tuple[str, ...]] = ()
     """Columns of tokens that the model gets only as `OfBatch.inputs`."""
     unit: ClassVar[str] = ""
-    """What this kind adds to documents, for reports."""
+    """What this kind adds to documents, for reports. A content part of this type has it as its `unit`."""
 
     @property
     def never_trained(self) -> frozenset[int]:
         """Ids that a policy may sample and that are never trained."""
         return frozenset()
+
+    def measured(self, passage: Passage, folder: Path) -> Passage:
+        """Read the sizes of the passage's parts of this unit, and write their texts for the placeholders. Paths are
+        relative to `folder`.
+
+        Raises UnreadablePartError for a part that cannot be read, and ValueError if the placeholders do not fit.
+        """
+        raise NotImplementedError
+
+    def with_columns(self, document: Document, parts: Sequence[Any], tokenizer: Tokenizer) -> Document:
+        """Add this kind's columns for the measured `parts` to a document. Raises ValueError if its tokens do not fit
+        the parts."""
+        raise NotImplementedError
+
+    def unseen(self, fields: Mapping[str, Any]) -> list[str]:
+        """The names of unread fields that look like contents of parts, of a row that shows no part of this unit."""
+        return []
+
+    def check(self, report: DataReport) -> None:
+        """Raise ValueError if no row shows a part of this unit and the report of all rows names likely places of
+        some."""
 
     def behind(self, before: Document, document: Document) -> Document:
         """Return `document` as it is behind the tokens of `before`."""
@@ -97,10 +119,3 @@ def unit_that_is_cut(document: Document, kept: slice) -> str:
     none would."""
     cuts = (kept.start, kept.stop)
     return next((kind.unit for kind in document.kinds if any(kind.next_cut(document, i) != i for i in cuts)), "")
-
-
-def kinds_of(rules: ImageRules | None) -> tuple[Kind, ...]:
-    """The kinds of columns of documents whose images follow `rules`; None: without images."""
-    from lean_ft.data.images import ImageKind
-
-    return () if rules is None else (ImageKind(rules),)

@@ -8,7 +8,8 @@ Otherwise the report names the field.
 
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -35,6 +36,19 @@ _BEGINNINGS: tuple[tuple[bytes, str], ...] = (
 _IMAGES_IN_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # how they begin
 _FILE = re.compile(r"(?:[^\s<>\"|*]|(?<=\S) (?=\S)){1,1024}\.(\w{3,4})(?:\?\S*)?", re.ASCII)
 _MOST_JSON = 1 << 16  # characters
+
+
+NOT_READ = "only text and images are read. Remove the row, or skip such rows with data.on_bad_row=skip"
+_IMAGE = "images are read from chats and prompts: from content parts, or from the row's field `images`"
+UNREAD_MEDIA = ("video", "audio")
+UNREAD_FIELDS = {name: NOT_READ for medium in UNREAD_MEDIA for name in (medium, f"{medium}s")}
+MEDIA_FIELDS: dict[str, str] = {**dict.fromkeys(("image", "images"), _IMAGE), **UNREAD_FIELDS}
+"""Names of fields and keys that hold media, with the remedy where they are not read."""
+_SIZES = re.compile("pixels|^resized_|soft_tokens|image_tokens")  # keys of an image: the limits of its size
+_SIZED = (
+    "all images of a run have the same limits. Remove the key; data.image_tokens=N scales larger images down to N "
+    "tokens"
+)
 
 
 class Medium(NamedTuple):
@@ -79,6 +93,51 @@ def image_fields(fields: Mapping[str, Any]) -> list[str]:
     """The names of fields that look like images or paths of images."""
     found = {name: medium_of(value, kind_of_name(name)) for name, value in fields.items()}
     return [name for name, medium in found.items() if medium is not None and medium.kind == "image"]
+
+
+def refuse_media(fields: Mapping[str, Any], *, of_prompt: bool, shown: Collection[str], read: Collection[str]) -> None:
+    """Raise ValueError if an unread field holds an image, video or audio, by its name and its value or by its content
+    alone. The fields have values.
+
+    of_prompt: rewards get the fields too, so only an image under the name of an image is refused; shown: the media that
+    the row shows, so further ones are data; read: the media that the run reads.
+    """
+    for name, value in fields.items():
+        named = kind_of_name(name)
+        medium = medium_of(value, named)
+        if medium is None or (named is None and (of_prompt or not medium.is_content)):
+            continue
+        if medium.kind in UNREAD_MEDIA and not of_prompt:
+            raise ValueError(f"the row has the field `{name}`, which looks like {medium.kind}, and {NOT_READ}.")
+        if medium.kind == "image" and medium.kind not in shown:
+            reason = _IMAGE if medium.kind in read else "model.images=none ignores images"
+            remedy = f"Set {'' if medium.kind in read else 'model.images=frozen and '}data.columns.images={name}"
+            raise ValueError(
+                f"the row has the field `{name}`, which looks like an image, and {reason}. {remedy}, or remove or "
+                "rename the field."
+            )
+
+
+def refuse_key(key: str, value: Any) -> None:
+    """Raise ValueError if the unread key of a message holds a medium, by its name and its value."""
+    named = kind_of_name(key)
+    if named is not None and medium_of(value, named):
+        raise ValueError(f"a message has the key `{key}`, and {MEDIA_FIELDS[named]}.")
+
+
+def refuse_part_key(key: str, value: Any, where: str) -> None:
+    """Raise ValueError if the unread key of a content part holds a medium, or its size. where: names the message."""
+    named, place = kind_of_name(key), f"{where} has a content part with the key `{key}`"
+    if _SIZES.search(key):
+        raise ValueError(f"{place}, and {_SIZED}.")
+    if key in MEDIA_FIELDS or (named is not None and medium_of(value, named)):
+        raise ValueError(f"{place}. A part is one text or one image. Write a separate part of the type image.")
+
+
+def content_types() -> tuple[type, ...]:
+    """The types of values in rows that hold media."""
+    pillow = getattr(sys.modules.get("PIL.Image"), "Image", bytes)  # without Pillow there are none
+    return bytes, bytearray, memoryview, pillow
 
 
 def _from_json(text: str) -> Any:

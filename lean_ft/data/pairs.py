@@ -39,6 +39,7 @@ from lean_ft.data.formats import (
     writes_chats,
 )
 from lean_ft.data.objective import Objective
+from lean_ft.data.parts import first_type
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
 from lean_ft.settings import AnswerDataConfig, DataConfig, PreferenceDataConfig, RewardDataConfig
@@ -132,8 +133,11 @@ class PairReader(RowReader):
             prompts = [as_chat(prompt, "prompt")] * 2
         passages = []
         for asked, answer in zip(prompts, sides, strict=True):
-            if any(isinstance(message["content"], list) for message in answer.messages):
-                raise ValueError("`chosen` or `rejected` has an image behind the prompt. Put images into the prompt.")
+            if (part_type := first_type(answer.messages)) is not None:
+                raise ValueError(
+                    f"`chosen` or `rejected` has {part_type.with_article} behind the prompt. Put {part_type.unit}s "
+                    "into the prompt."
+                )
             if not asked.messages or answer.messages[0]["role"] != "assistant":
                 raise ValueError(
                     "`chosen` and `rejected` must begin with the same messages, followed by an assistant message. Put "

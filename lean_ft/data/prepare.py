@@ -20,13 +20,14 @@ from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.batch import Batch
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches
 from lean_ft.data.columns import Columns
-from lean_ft.data.documents import Parts, image_rules_of, renderer_of
+from lean_ft.data.documents import Parts, renderer_of
 from lean_ft.data.keys import code_digest, hash_of, settings_of_batches, settings_of_documents, tokenizer_digest
-from lean_ft.data.kinds import Kind, kinds_of
+from lean_ft.data.kinds import Kind
 from lean_ft.data.largest import largest_batch
 from lean_ft.data.objective import Objective, objective_of, own_files
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
+from lean_ft.data.parts import kinds_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.sources import RowSources
 from lean_ft.settings import DataConfig, Sources
@@ -96,7 +97,7 @@ class Preparation:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        return kinds_of(image_rules_of(self.config, self.tokenizer))
+        return kinds_of(self.tokenizer, self.config)
 
     @cached_property
     def folder(self) -> Path:
@@ -116,7 +117,7 @@ class Preparation:
     def check(self) -> None:
         """Raise ValueError for settings that the recipe or the model does not support."""
         self.objective.check(self.config, self.share_prompts)
-        image_rules_of(self.config, self.tokenizer)
+        kinds_of(self.tokenizer, self.config)
 
     def largest(self) -> Batch:
         return largest_batch(self.config, self.batch_size, self.share_prompts, self.kinds)
@@ -174,7 +175,7 @@ class Preparation:
         if key is not None and (files := [changed for kind in self.kinds if (changed := kind.changed(columns))]):
             key = f"documents-{hash_of(key, *files)}"
             columns, report = load()
-        if key is not None and report.bad_images:  # the next start looks for the image again
+        if key is not None and report.unreadable:  # the next start looks for the file again
             forget_entry(self.folder, key)
             key = None
         return Prepared(columns, report, content or digest.hexdigest(), key)
@@ -231,7 +232,7 @@ class Preparation:
             return None
         own_code = [hashlib.blake2b(Path(file).read_bytes()).hexdigest() for file in files.values()]
         settings = [type(self.config.importable()).__name__, settings_of_documents(self.config)]
-        # Paths in rows, such as those of images, are relative to the folder of the rows.
+        # Paths in rows are relative to the folder of the rows.
         folders = sources.folders() if self.kinds else []
         digests = code_digest(), content, tokenizer_digest(self.tokenizer)
         return f"documents-{hash_of(FORMAT, *digests, settings, *folders, *own_code)}"

@@ -14,8 +14,8 @@ import numpy as np
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat
 from lean_ft.data.columns import Document
-from lean_ft.data.documents import Renderer, image_rules_of, renderer_of
-from lean_ft.data.foreign_fields import MEDIA, is_given, refuse_media
+from lean_ft.data.documents import Renderer, renderer_of
+from lean_ft.data.foreign_fields import is_given
 from lean_ft.data.formats import (
     FORMATS,
     RENAME,
@@ -27,10 +27,10 @@ from lean_ft.data.formats import (
     refuse_in_plain_text,
     writes_chats,
 )
-from lean_ft.data.images import IMAGE_FIELDS, shows_images, unread_part_keys, without_images
 from lean_ft.data.keys import hash_of, tokenizer_digest
-from lean_ft.data.kinds import kinds_of
+from lean_ft.data.media import UNREAD_FIELDS, refuse_media
 from lean_ft.data.objective import Objective
+from lean_ft.data.parts import PART_FIELDS, kinds_of, units_read, units_shown, unread_part_keys, without_contents
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, Row, names_of
 from lean_ft.settings import PromptDataConfig, PromptRowsConfig
@@ -48,12 +48,12 @@ class Prompt:
 
     ids: list[int]
     asked: Any
-    """The prompt as in the row: text or messages, without the images themselves."""
+    """The prompt as in the row: text or messages, without the contents of parts that are not text."""
     columns: dict[str, Any]
     place: str
     """Location of the row for messages, such as `train.jsonl, line 12`."""
     document: Document | None = None
-    """The ids with the columns of images; None in a run without images."""
+    """The ids with the columns of kinds; None in a run without kinds of columns."""
 
     @property
     def text(self) -> Document:
@@ -108,7 +108,7 @@ def prompt_rows(
     """
 
     def instead() -> tuple[Prompts, None]:
-        kinds = kinds_of(image_rules_of(config, tokenizer))
+        kinds = kinds_of(tokenizer, config)
         document = replace(Document.of([0] * config.max_prompt_length), kinds=kinds)
         prompt = Prompt(document.ids.tolist(), "", {}, "", document)
         return Prompts([prompt], seed=seed, report=DataReport("prompts"), fingerprint=""), None
@@ -153,9 +153,9 @@ def _read(render: Renderer, digest: Digest) -> tuple[list[Prompt], DataReport]:
         for one in documents:
             document = None if not one.kinds else replace(one, trained=np.zeros(len(one), dtype=bool))
             asked, columns = reader.read(row)
-            prompts.append(Prompt(one.ids.tolist(), without_images(asked), columns, row.place, document))
-    if render.rules is not None:
-        report.check_images()
+            prompts.append(Prompt(one.ids.tolist(), without_contents(asked), columns, row.place, document))
+    for kind in render.kinds:
+        kind.check(report)
     return prompts, report
 
 
@@ -210,17 +210,14 @@ class PromptReader(RowReader):
                 text = check_text(asked, "`prompt`") + (self.config.separator or "")
                 ids = np.array(self.tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
                 return [Document(ids, np.zeros(len(ids), dtype=bool))]
-            for name in (one for one in MEDIA if one not in IMAGE_FIELDS):
-                if is_given(fields.get(name)) and f"<{name.removesuffix('s')}>" in str(asked):
-                    raise ValueError(f"the prompt has a placeholder for `{name}`, and {MEDIA[name]}.")
-            refuse_media(
-                fields,
-                of_prompt=True,
-                has_images=shows_images({**fields, "prompt": asked}),
-                reads_images=self.tokenizer.image_rules is not None,
-            )
+            present = {name: value for name, value in fields.items() if is_given(value)}
+            for name, reason in UNREAD_FIELDS.items():
+                if name in present and f"<{name.removesuffix('s')}>" in str(asked):
+                    raise ValueError(f"the prompt has a placeholder for `{name}`, and {reason}.")
+            shown = units_shown({**fields, "prompt": asked})
+            refuse_media(present, of_prompt=True, shown=shown, read=units_read(self.tokenizer))
             chat = join(as_chat(asked, "prompt"), Chat([]), train_prompt=False)
-            read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *IMAGE_FIELDS)}
+            read = {name: fields.get(name) for name in ("tools", "chat_template_kwargs", *PART_FIELDS)}
             assert isinstance(self.config, PromptRowsConfig)
             if self.config.tools:
                 if is_given(fields.get("tools")):

@@ -31,16 +31,19 @@ ANSWERS = {
     ),
 }
 COUNTS = (
-    *("rows", "kept", "truncated", "lost_tokens", "bad_rows", "bad_images", "tokens", "target_tokens", "with_images"),
+    *("rows", "kept", "truncated", "lost_tokens", "bad_rows", "tokens", "target_tokens"),
     *ANSWERS,
 )
 NUM_NAMES_SHOWN = 20
-MARK_IN_TEXT = "<image> in texts"  # of rows without an image
 
 
 def count(names: Iterable[str], into: dict[str, int]) -> None:
     for name in names:
         into[name] = into.get(name, 0) + 1
+
+
+def _add_counts(into: dict[str, int], counts: dict[str, int]) -> None:
+    into |= {name: into.get(name, 0) + number for name, number in counts.items()}
 
 
 @dataclass
@@ -78,24 +81,24 @@ class DataReport:
     """Number of rows or sequences with a field or message key that is not read, by name."""
     columns: dict[str, int] = field(default_factory=dict)
     """Number of rows with a column for rewards, by name."""
-    with_images: int = 0
-    """Rows that show an image."""
-    unseen: dict[str, int] = field(default_factory=dict)
-    """Number of rows without an image that have a field which looks like images, by name; counted if the run reads
-    images."""
+    shown: dict[str, int] = field(default_factory=dict)
+    """Number of rows that show parts other than text, by their unit."""
+    unseen: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By the unit of a kind of columns: the number of rows that show no such part and have a field which looks like
+    some, by the field's name."""
     remarks: list[str] = field(default_factory=list)
     """What the objective says about the kept rows."""
     bad_rows: int = 0
     """Unreadable rows that were skipped."""
-    bad_images: int = 0
-    """Bad rows with an image that cannot be read."""
+    unreadable: dict[str, int] = field(default_factory=dict)
+    """Number of bad rows with a part that cannot be read, by its unit."""
     bad_row_examples: list[str] = field(default_factory=list)
     """Place and error of the first bad rows."""
     tokens: int = 0
     target_tokens: int = 0
     """Tokens with a label."""
     of_kinds: dict[str, list[int]] = field(default_factory=dict)
-    """By what a kind of columns adds, such as an image: its number in the kept rows, and its tokens in the kept
+    """By the unit that a kind of columns adds: its number in the kept rows, and its tokens in the kept
     sequences."""
     beyond_context: int = 0
     """Sequences longer than the model's context."""
@@ -212,21 +215,6 @@ class DataReport:
                 "raise data.max_bad_rows."
             )
 
-    def check_images(self) -> None:
-        """Raise ValueError if no row shows an image, but rows have images in other fields or places for images in their
-        texts."""
-        marked = self.unread.get(MARK_IN_TEXT, 0)
-        if self.with_images or self.bad_images or not (self.unseen or marked):
-            return
-        found = f"and {counted(marked, 'rows')} {'has' if marked == 1 else 'have'} {MARK_IN_TEXT}"
-        if self.unseen:
-            name, number = max(self.unseen.items(), key=lambda one: one[1])
-            found = f"while the field `{name}` of {counted(number, 'rows')} looks like paths of images"
-            remedy = f"data.columns.images={name} to read it, or "
-        else:
-            remedy = "data.columns.images=FIELD to read the images of a field, or "
-        raise ValueError(f"no row shows an image, {found}. Set {remedy}model.images=none to train on the texts alone.")
-
     def nothing_left(self) -> str:
         """Explain why no row is left, for an error message."""
         reasons = self._reasons
@@ -241,6 +229,7 @@ class DataReport:
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for name in ("dropped", "joined", "unread", "columns", "unseen"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            ours |= {key: ours.get(key, 0) + number for key, number in theirs.items()}
+        for name in ("dropped", "joined", "unread", "columns", "shown", "unreadable"):
+            _add_counts(getattr(self, name), getattr(other, name))
+        for unit, fields in other.unseen.items():
+            _add_counts(self.unseen.setdefault(unit, {}), fields)

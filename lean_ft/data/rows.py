@@ -1,6 +1,5 @@
 """Types for a row of data."""
 
-import sys
 from collections.abc import Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
+from lean_ft.data.media import content_types
 from lean_ft.system.foreign_values import plain
 from lean_ft.system.whole_files import kind as kind
 
@@ -42,14 +42,13 @@ class Row(NamedTuple):
 
 
 def through_gate(row: Row) -> Row:
-    """Return a row whose fields are JSON types or encoded images. Fields with other values are `refused`.
+    """Return a row whose fields are JSON types or contents of media. Fields with other values are `refused`.
 
     Markers are kept: they matter only to chat templates, whose messages are checked later.
     """
     if row.problem is not None:
         return row
-    images = getattr(sys.modules.get("PIL.Image"), "Image", bytes)  # without Pillow there are none
-    settings: dict[str, Any] = {"markers": True, "leaves": (bytes, bytearray, memoryview, Path, images)}
+    settings: dict[str, Any] = {"markers": True, "leaves": (Path, *content_types())}
     try:
         return row._replace(fields=plain(row.fields, "the row", unpacked, **settings))
     except ValueError:

@@ -12,7 +12,6 @@ import numpy as np
 from lean_ft.data.arrangement import row_order
 from lean_ft.data.batch import rounded_up
 from lean_ft.data.documents import Parts, renderer_of
-from lean_ft.data.kinds import kinds_of
 from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack
 from lean_ft.data.report import DataReport
@@ -32,7 +31,7 @@ class Statistics:
     """Counts of the rows, without truncation."""
     lengths: np.ndarray  # (N,) int64: tokens
     num_targets: np.ndarray  # (N,) int64: trained tokens
-    of_kinds: dict[str, np.ndarray]  # by unit, such as image: (I,) int64, tokens of each
+    of_kinds: dict[str, np.ndarray]  # by unit of a kind: (I,) int64, tokens of each
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     """Read and tokenize `config.source`, keeping only lengths. Raises ValueError as `prepare_batches` does."""
     uncut = config.model_copy(update={"max_length": ANY_LENGTH, "overflow": "truncate", "packing": "none"})
     render = renderer_of(uncut, tokenizer)
-    parts, kinds = Parts(render), kinds_of(render.rules)
+    parts, kinds = Parts(render), render.kinds
     columns = [
         (part.lengths, part.num_targets, part.per_document("row_values"), *(kind.num_tokens(part) for kind in kinds))
         for part in parts

@@ -11,7 +11,6 @@ import torch
 
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder, load_model, stored_labels
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.own_families import check_own_families
@@ -27,6 +26,7 @@ from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
+from lean_ft.tokenizers.media import SETTINGS_IN_FILES, media_of_run, read_media
 from lean_ft.training.checkpoint import free_bytes
 from lean_ft.training.view import not_in_files
 
@@ -73,8 +73,8 @@ def read_source(
     with_tokenizer = tokenizer_folder(folder, model_folder)
     tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
     if tokenizer is not None and images != "none":
-        limit = settings_of_run(folder).get("data.image_tokens")
-        tokenizer.image_rules = image_rules(model_folder, limit, tokenizer.added_tokens)
+        media = read_media(model_folder, tokenizer.added_tokens)
+        tokenizer.media = media_of_run(media, settings_of_run(folder))
     if merge:
         model, merged = load_merged(folder, model_folder, dtype=dtype, images=images)
         if model.config.num_scores and tokenizer is not None:  # transformers finds the end of a text by it
@@ -89,12 +89,12 @@ def read_source(
 def sentences_not_in_files(folder: Path) -> list[str]:
     """Return sentences about settings of a checkpoint's run that shaped the model's input and that no file of an export
     holds."""
-    settings, rules = settings_of_run(folder), None
-    if settings.get("data.image_tokens") is not None:
+    settings, media = settings_of_run(folder), ()
+    if any(settings.get(name) is not None for name in SETTINGS_IN_FILES):
         with suppress(ValueError):  # the base of an adapter is not here
             of_model = resolve_model_path(find_base(folder), weights=False) if is_adapter(folder) else folder
-            rules = image_rules(of_model, settings["data.image_tokens"])
-    return not_in_files(settings, rules)
+            media = media_of_run(read_media(of_model), settings)
+    return not_in_files(settings, media)
 
 
 def settings_of_run(folder: Path) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class ChatServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.address[1]}/v1"
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.max_new_tokens, self.token = max_new_tokens, token or None
-        self._most_body_bytes = MOST_BODY_BYTES if tokenizer.image_rules is None else MOST_BODY_BYTES_WITH_IMAGES
+        self._most_body_bytes = MOST_BODY_BYTES if not tokenizer.media else MOST_BODY_BYTES_WITH_IMAGES
         self._reads_images = threading.Lock()
         self._started = int(time.time())
         self._turns = _Turns()

@@ -14,7 +14,8 @@ import torch
 from lean_ft.data.chats import read_content, read_variables
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given
-from lean_ft.data.images import IMAGE_FIELDS, documents_of, images_of, read_image, with_sizes
+from lean_ft.data.images import read_image, rules_in
+from lean_ft.data.parts import PART_FIELDS, documents_of, kinds_of, measured, take_parts
 from lean_ft.data.sources import RowSources
 from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import pack_for_generation, sample, sample_numbers, sample_steps
@@ -294,14 +295,14 @@ def asked_of(
 def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str, Any], folder: Path) -> Document:
     asked, row = _asked(prompt), prompt if isinstance(prompt, Mapping) else {}
     if isinstance(asked, str) and not chat:
-        if any(is_given(row.get(name)) for name in IMAGE_FIELDS):
+        if any(is_given(row.get(name)) for name in PART_FIELDS):
             raise ValueError(
                 "a prompt has an image, which needs a chat template. Remove chat=false, or use a chat model."
             )
         document = Document.of(tokenizer.encode(asked, add_special_tokens=True))
-        return documents_of([document], tokenizer, tokenizer.image_rules)[0]
-    messages, images = images_of(_messages(asked), row)
-    if images and tokenizer.image_rules is None:
+        return documents_of([document], tokenizer, kinds_of(tokenizer))[0]
+    messages, parts = take_parts(_messages(asked), row)
+    if parts and not tokenizer.media:
         raise ValueError(
             "a prompt has an image, and the model reads texts alone. Use a vision model with model.images=frozen."
         )
@@ -312,12 +313,12 @@ def _document(tokenizer: Tokenizer, prompt: Prompt, chat: bool, kwargs: dict[str
         passage = tokenizer.passage(messages, tools, add_generation_prompt=True, template_kwargs=kwargs)
     if "tools" in passage.unread:
         raise ValueError("the chat template does not write tools. Remove `tools`, or use a model that calls tools.")
-    passage = with_sizes(replace(passage, images=images), folder, tokenizer.image_rules)
-    return documents_of([passage], tokenizer, tokenizer.image_rules)[0]
+    passage = measured(replace(passage, parts=parts), folder, kinds_of(tokenizer))
+    return documents_of([passage], tokenizer, kinds_of(tokenizer))[0]
 
 
 def _messages(asked: str | Messages) -> list[dict[str, Any]]:
-    """The messages of a prompt, with content parts as `images_of` reads them."""
+    """The messages of a prompt, with content parts as `take_parts` reads them."""
     if isinstance(asked, str):
         return [{"role": "user", "content": asked}]
     messages = [dict(message) for message in asked]
@@ -330,13 +331,13 @@ def _messages(asked: str | Messages) -> list[dict[str, Any]]:
 def shows_images(prompt: Prompt) -> bool:
     """Whether a prompt has an image."""
     row = prompt if isinstance(prompt, Mapping) else {}
-    return bool(images_of(_messages(_asked(prompt)), row)[1])
+    return bool(take_parts(_messages(_asked(prompt)), row)[1])
 
 
 def image_part(path: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:
     """Return an image file as a content part of a message, and its number of tokens. Raises ValueError if it cannot be
     read."""
-    if tokenizer.image_rules is None:
+    if (rules := rules_in(tokenizer)) is None:
         raise ValueError("the model reads texts alone, or was loaded with model.images=none.")
     file = str(Path(path.strip("'\"")).expanduser().resolve())  # terminals write dropped files in quotes
-    return {"type": "image", "path": file}, sum(read_image(file, Path(), tokenizer.image_rules).layout.runs)
+    return {"type": "image", "path": file}, sum(read_image(file, Path(), rules).layout.runs)

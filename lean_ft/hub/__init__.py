@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: download models and datasets, resolve paths, upload runs."""
+"""The Hugging Face Hub: download models and datasets, and resolve paths."""

@@ -11,11 +11,11 @@ Shapes: P patches of an image, p pixels of a patch's side.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -78,6 +78,10 @@ class ImageRules:
     window: int | None = None  # tokens of the attention window, if programs differ for longer images
     marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
 
+    unit: ClassVar[str] = "image"
+    files: ClassVar[Sequence[str]] = ("config.json", "preprocessor_config.json", "processor_config.json")
+    """Of a model's folder: they decide the rules."""
+
     def layout(self, size: Size) -> ImageLayout:
         """What an image of this size becomes. Raises ValueError for a size that the family refuses."""
         cut = self._cut(size)
@@ -95,7 +99,20 @@ class ImageRules:
         rules.layout(Size(1, 1))
         return rules
 
-    def check_window(self) -> None:
+    def of_run(self, settings: Mapping[str, Any]) -> "ImageRules":
+        """`limited` as in a run with these settings, by dotted key."""
+        return self.limited(settings.get("data.image_tokens"))
+
+    def write_limits(self, folder: Path) -> None:
+        """Write the limit of `data.image_tokens` into the processor's files in `folder`."""
+        limits.write_limit(folder, self)
+
+    def remark(self) -> str:
+        """A sentence about a limit that those files cannot hold; empty if they hold it."""
+        difference = limits.difference(self)
+        return difference and f"the run scaled images down to data.image_tokens={self.max_tokens}; {difference}"
+
+    def check(self) -> None:
         """Raise ValueError if images may be longer than the attention window, beyond which programs differ."""
         if self.window is not None and self.limit > self.window:
             raise ValueError(

@@ -4,7 +4,7 @@ import json
 from functools import partial
 from typing import Any
 
-from lean_ft.data.images import as_text
+from lean_ft.data.parts import as_text
 from lean_ft.online.rollouts import Rounds
 from lean_ft.system.log import say
 from lean_ft.system.redaction import redact_values

@@ -8,7 +8,6 @@ from typing import Any
 
 from lean_ft.hub.download import TOKENIZER_FILES
 from lean_ft.hub.paths import EMBEDDED, repository_name, resolve_model_path
-from lean_ft.images.rules import image_rules
 from lean_ft.peft.stored_adapter import is_adapter, read_adapter
 from lean_ft.system.run_directory import (
     MANIFEST,
@@ -18,6 +17,7 @@ from lean_ft.system.run_directory import (
     read_training_state,
 )
 from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers.media import read_media
 
 
 def find_finished(source: str | Path, *, quick: bool = False, weights: bool = True) -> Path:
@@ -73,8 +73,9 @@ def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path
     settings = {} if checkpoint is None else read_training_state(checkpoint)["settings"]
     tokenizer.chat_template_kwargs = template_kwargs(settings)
     if images is not None:
-        tokenizer.image_rules = image_rules(images, settings.get("data.image_tokens"), tokenizer.added_tokens)
-        tokenizer.image_rules.check_window()
+        tokenizer.media = tuple(one.of_run(settings) for one in read_media(images, tokenizer.added_tokens))
+        for media in tokenizer.media:
+            media.check()
     return tokenizer
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lean_ft.frozen.reference import choose_kind
 from lean_ft.hub.paths import planned_model_path
-from lean_ft.images.rules import image_rules
 from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import num_parameters
 from lean_ft.parallel import check_number
@@ -95,8 +94,8 @@ class PlannedWorld(World):
     def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
         return instead()
 
-    def tokenizer(self, load: Callable[[], T], images_of: Any) -> T:
-        return cast(T, _LazyTokenizer(load, images_of))
+    def tokenizer(self, load: Callable[[], T], read_media: Callable[[Any], Any], path: Any, has_tower: bool) -> T:
+        return cast(T, _LazyTokenizer(load, lambda: read_media(planned_model_path(path)) if has_tower else ()))
 
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
         return cast(T, (LargestBatches(self, largest), None))
@@ -144,18 +143,16 @@ class PlannedWorld(World):
 class _LazyTokenizer:
     """A tokenizer that is loaded on first use."""
 
-    def __init__(self, load: Callable[[], Any], images_of: Any) -> None:
-        self._load, self._images_of = load, images_of
+    def __init__(self, load: Callable[[], Any], read_media: Callable[[], Any]) -> None:
+        self._load, self._read_media = load, read_media
 
     @cached_property
     def _loaded(self) -> Any:
         return self._load()
 
     @cached_property
-    def image_rules(self) -> Any:
-        if self._images_of is None:
-            return None
-        return image_rules(planned_model_path(self._images_of))
+    def media(self) -> Any:
+        return self._read_media()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded, name)

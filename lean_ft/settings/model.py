@@ -41,6 +41,11 @@ class ModelConfig(Settings):
     """Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables it. null uses
     config.json's weight if output_router_logits is true there, and 0 otherwise, as transformers does."""
 
+    @property
+    def has_tower(self) -> bool:
+        """Whether the vision tower of a multimodal model is loaded."""
+        return self.images != "none"
+
 
 class LoRAConfig(Settings):
     """The LoRA adapter that trains instead of the model's weights."""

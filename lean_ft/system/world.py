@@ -35,9 +35,9 @@ class World:
         """Return what depends on the contents of files or on a user's code. A plan calls `instead`."""
         return contents()
 
-    def tokenizer(self, load: Callable[[], T], images_of: Any) -> T:
-        """Load a tokenizer. A plan loads it on first use, since it may not need one; images_of: the path of a model
-        with images, or None."""
+    def tokenizer(self, load: Callable[[], T], read_media: Callable[[Any], Any], path: Any, has_tower: bool) -> T:
+        """Load a tokenizer of the model `path`. A plan loads it on first use, since it may not need one, and reads how
+        a model with a tower prepares other parts than text from the model's folder (`read_media`)."""
         return load()
 
     def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:

@@ -9,11 +9,11 @@ from tokenizers import AddedToken
 
 from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.images.rules import image_rules
 from lean_ft.settings import ModelConfig
 from lean_ft.system.whole_files import read_json, read_text
 from lean_ft.system.world import world
 from lean_ft.tokenizers.file_limits import MAX_ADDED
+from lean_ft.tokenizers.media import read_media
 from lean_ft.tokenizers.new_tokens import copy_with_new_tokens
 from lean_ft.tokenizers.sentencepiece_model import SentencePieceModel
 from lean_ft.tokenizers.template_files import OLD_TEMPLATE, TEMPLATE, TEMPLATE_FOLDERS
@@ -47,14 +47,14 @@ def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = 
     settings with `new_tokens` may replace the path. Raises ValueError if the folder has no tokenizer, if its files
     contradict each other, or if a new token exists already.
     """
-    images = False
+    has_tower = False
     if isinstance(path, ModelConfig):
-        images = path.images != "none"
+        has_tower = path.has_tower
         if path.new_tokens:
             path = _add_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
         else:
             path = path.path
-    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, images), path if images else None)
+    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, has_tower), read_media, path, has_tower)
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -65,7 +65,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     many configs keep the unscaled number in `max_position_embeddings` (Qwen2.5 with yarn), since transformers reads
     both.
     """
-    text = config.get("text_config")  # of a model that also reads images
+    text = config.get("text_config")  # of a multimodal model
     config = text if isinstance(text, dict) else config
     longest = config.get("max_position_embeddings")
     if not isinstance(longest, int):
@@ -90,12 +90,12 @@ def _add_new_tokens(folder: Path, new: list[str]) -> Path:
 
 
 @names_gguf_file
-def _load_tokenizer(path: str | Path, chat_template: Path | None, images: bool = False) -> Tokenizer:
+def _load_tokenizer(path: str | Path, chat_template: Path | None, has_tower: bool = False) -> Tokenizer:
     folder = resolve_model_path(path, weights=False)
     try:
         tokenizer = _read_folder(folder, chat_template)
-        if images:
-            tokenizer.image_rules = image_rules(folder, added_tokens=tokenizer.added_tokens)
+        if has_tower:
+            tokenizer.media = read_media(folder, tokenizer.added_tokens)
         return tokenizer
     except (AttributeError, KeyError, TypeError, UnicodeEncodeError) as error:  # a value of the wrong type
         raise ValueError(

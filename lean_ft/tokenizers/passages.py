@@ -2,14 +2,22 @@
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from lean_ft.system.foreign_values import MARKERS
 from lean_ft.system.units import counted
 from lean_ft.tokenizers.vocabulary import Span
+
+
+class Runs(NamedTuple):
+    """How often each occurrence of a token in a text is repeated."""
+
+    unit: str  # what the token stands for, for messages
+    token: str
+    lengths: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,11 @@ class Passage:
     """Keys of messages and template variables that the chat template does not mention."""
     developer_as_system: bool = False
     """Whether developer messages are written as system messages, because the chat template has no such role."""
-    images: Sequence[Any] = ()
-    """Images of the row, in the order of the placeholders that the chat template wrote."""
-    runs: Sequence[int] = ()
-    """How often each image token of the text is repeated."""
+    parts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Contents of the row's parts that are not text, by their unit, in the order of the placeholders that the chat
+    template wrote."""
+    runs: Sequence[Runs] = ()
+    """Of tokens that stand for such parts."""
 
 
 def without_markers(full: str, spans: list[list[Span]]) -> tuple[str, list[list[Span]]]:
@@ -75,22 +84,23 @@ def without(spans: list[Span], holes: list[Span]) -> list[Span]:
     return spans
 
 
-def with_image_texts(passage: Passage, placeholder: str, texts: Sequence[str], runs: Sequence[int]) -> Passage:
-    """Replace the placeholders that the chat template wrote with the text of each image, which is not trained.
+def with_part_texts(passage: Passage, placeholder: str, texts: Sequence[str], runs: Runs) -> Passage:
+    """Replace the placeholders that the chat template wrote with the text of each part, which is not trained. runs: of
+    the token that stands for the parts in their texts.
 
     A placeholder that a message contains (`literal`) stays text. Raises ValueError if there are more or fewer
     placeholders.
     """
     typed = {start for start, _ in passage.literal}
-    found = [match.span() for match in re.finditer(re.escape(placeholder), passage.text) if match.start() not in typed]
-    if len(found) != len(texts):
-        hint = " It may read texts only, and no content parts." if not found else ""
+    places = [match.span() for match in re.finditer(re.escape(placeholder), passage.text) if match.start() not in typed]
+    if len(places) != len(texts):
+        hint = " It may read texts only, and no content parts." if not places else ""
         raise ValueError(
-            f"the row has {counted(len(texts), 'images')}, and the chat template wrote {placeholder} {len(found)} "
-            f"times.{hint} Set data.chat_template to a template that writes it for each content part of the type "
-            "image."
+            f"the row has {counted(len(texts), f'{runs.unit}s')}, and the chat template wrote {placeholder} "
+            f"{len(places)} times.{hint} Set data.chat_template to a template that writes it for each content part of "
+            f"the type {runs.unit}."
         )
-    ends = [end for _, end in found]
+    ends = [end for _, end in places]
     grown = [0, *accumulate(len(text) - len(placeholder) for text in texts)]
 
     def moved(spans: Sequence[Span]) -> list[Span]:
@@ -98,8 +108,8 @@ def with_image_texts(passage: Passage, placeholder: str, texts: Sequence[str], r
             (start + grown[bisect_right(ends, start)], end + grown[bisect_right(ends, end)]) for start, end in spans
         ]
 
-    holes = [(start + grown[i], end + grown[i + 1]) for i, (start, end) in enumerate(found)]
+    holes = [(start + grown[i], end + grown[i + 1]) for i, (start, end) in enumerate(places)]
     rest = iter(texts)
     text = re.sub(re.escape(placeholder), lambda m: m[0] if m.start() in typed else next(rest), passage.text)
     trained = without(moved(passage.trained), holes)
-    return replace(passage, text=text, trained=trained, literal=moved(passage.literal), runs=runs)
+    return replace(passage, text=text, trained=trained, literal=moved(passage.literal), runs=[*passage.runs, runs])

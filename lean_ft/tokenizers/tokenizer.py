@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from lean_ft.images.rules import ImageRules
 from lean_ft.settings.other_tools import table
 from lean_ft.system.config_fields import end_ids
 from lean_ft.system.foreign_values import MARKERS, plain
@@ -19,7 +18,8 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import read_json, write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, ROLES, ChatTemplate, generation_blocks
 from lean_ft.tokenizers.forms import Forms
-from lean_ft.tokenizers.passages import Passage, spans_of, without, without_markers
+from lean_ft.tokenizers.media import Media
+from lean_ft.tokenizers.passages import Passage, Runs, spans_of, without, without_markers
 from lean_ft.tokenizers.template_files import write_templates
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import RenderedChat, RenderedTurn, outside_literals
@@ -88,7 +88,7 @@ class Tokenizer:
         self.folder, self.files = files.folder.absolute(), [file.absolute() for file in files.files]
         self.context_length = context_length  # tokens of the longest text that the model was made for, if known
         self.chat_template_kwargs: dict[str, Any] = {}  # further variables of the chat template; a call's own win
-        self.image_rules: ImageRules | None = None  # how images become tokens; None: texts alone
+        self.media: tuple[Media, ...] = ()  # how content parts that are not text become tokens; (): texts alone
         self._new_pad_token: str | None = None
         self._control = any_of(vocabulary.control)
         self._written_by_template = outside_literals(vocabulary.added)
@@ -352,25 +352,23 @@ class Tokenizer:
                 if len(ids) == 0 or ids[-1] != self.eos_id:
                     ids, trained = np.append(ids, np.int32(self.eos_id)), np.append(trained, True)
                 trained[-1] = True
-            if passage.runs:
-                ids, trained = self._with_repeated_image_tokens(ids, trained, passage.runs)
+            for runs in passage.runs:
+                ids, trained = self._with_repeated_tokens(ids, trained, runs)
             tokenized.append((ids.astype(np.int32, copy=False), trained))
         return tokenized
 
-    def _with_repeated_image_tokens(
-        self, ids: np.ndarray, trained: np.ndarray, runs: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        assert self.image_rules is not None
-        is_image = ids == self.token_id(self.image_rules.token)
-        if is_image.sum() != len(runs):
+    def _with_repeated_tokens(self, ids: np.ndarray, trained: np.ndarray, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
+        """Repeat the token of `runs`, which is not trained."""
+        is_repeated = ids == self.token_id(runs.token)
+        if is_repeated.sum() != len(runs.lengths):
             raise ValueError(
-                f"the text has the image token {self.image_rules.token} {is_image.sum()} times, and its images have it "
-                f"{len(runs)} times. Remove the token from the messages, or set data.chat_template to a template that "
-                "does not write it."
+                f"the text has the {runs.unit} token {runs.token} {is_repeated.sum()} times, and its {runs.unit}s have "
+                f"it {len(runs.lengths)} times. Remove the token from the messages, or set data.chat_template to a "
+                "template that does not write it."
             )
         counts = np.ones(len(ids), dtype=np.int64)
-        counts[is_image] = runs
-        return np.repeat(ids, counts), np.repeat(trained & ~is_image, counts)
+        counts[is_repeated] = runs.lengths
+        return np.repeat(ids, counts), np.repeat(trained & ~is_repeated, counts)
 
     def pad_with(self, token: str) -> None:
         """Use a control token for padding instead of the folder's pad token, also in saved files.

@@ -248,13 +248,20 @@ def choose_output_dir(cfg: RecipeConfig, *, lock: bool = False) -> tuple[Path, s
         if obstacle is None:
             check_usable(directory)
             reason = f"{'resumes its unfinished run' if holds_run(directory) else 'a new run'}{skipped}"
-            try:
-                locks.update({directory.absolute(): DirectoryLock(directory)} if lock else {})
+            if not lock or _locked(directory):
                 return directory, reason
-            except ValueError:
-                obstacle = "is in use by another process"
+            obstacle = "is in use by another process"
         skipped = f"; {directory} {obstacle}"
     raise AssertionError
+
+
+def _locked(directory: Path) -> bool:
+    """Lock a directory for this process's run. Return False if another process holds the lock."""
+    try:
+        locks[directory.absolute()] = DirectoryLock(directory)
+    except ValueError:
+        return False
+    return True
 
 
 def _obstacle(cfg: RecipeConfig) -> str | None:

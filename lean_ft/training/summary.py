@@ -30,10 +30,11 @@ from lean_ft.system.installation import install_command
 from lean_ft.system.log import say
 from lean_ft.system.shards import whole_numel
 from lean_ft.system.units import counted, duration, gibibytes, number
+from lean_ft.tokenizers.media import media_of_run
 from lean_ft.training.commands import command_that_tries
 from lean_ft.training.metrics import DIVERGED_STEPS, HEADLINES, Row, has_diverged
 from lean_ft.training.records import settings_of
-from lean_ft.training.view import not_in_files, rules_of
+from lean_ft.training.view import not_in_files
 
 if TYPE_CHECKING:
     from lean_ft.training.run import Run
@@ -167,7 +168,7 @@ class Results:
             scores = isinstance(run.model, Decoder) and bool(run.model.config.num_scores)
             say("checkpoint", str(run.checkpoint))
             settings = settings_of(run.cfg)
-            for sentence in not_in_files(settings, rules_of(run.tokenizer, settings)):
+            for sentence in not_in_files(settings, media_of_run(run.tokenizer.media, settings)):
                 say("elsewhere", sentence)
             needs = "" if find_spec("matplotlib") else f": {install_command('plots')}"
             plot = shlex.join(["leanft", "plot", str(run.cfg.output_dir)]) + f"   # draws the curves{needs}"

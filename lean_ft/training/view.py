@@ -1,24 +1,23 @@
-"""Write into a model's folder how its run turned rows and images into tokens, so that other programs do the same.
+"""Write into a model's folder how its run turned rows into tokens, so that other programs do the same.
 
-Settings that a file can hold are written: a chat template with its variables, the limit of images, new tokens, the pad
+Settings that a file can hold are written: a chat template with its variables, limits of media, new tokens, the pad
 token. For the others, an export and a model card print sentences.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_ft.images.limits import difference, write_limit
-from lean_ft.images.rules import ImageRules
 from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.peft.finished_models import template_kwargs
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.chat_template import with_defaults
+from lean_ft.tokenizers.media import SETTINGS_IN_FILES, Media, media_of_run
 from lean_ft.tokenizers.template_files import write_templates
 
 # Settings that files of the folder have: `save_view`, and the tokenizer's own files.
-IN_FILES = ("data.chat_template", "data.chat_template_kwargs", "data.image_tokens", "model.new_tokens")
+IN_FILES = ("data.chat_template", "data.chat_template_kwargs", *SETTINGS_IN_FILES, "model.new_tokens")
 # Settings that no file has, with a sentence for people who use the model elsewhere.
 SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "data.system": lambda text: f"begin each chat with the run's system message (data.system): {text!r}",
@@ -34,30 +33,22 @@ SENTENCES: Mapping[str, Callable[[Any], str]] = {
 
 
 def save_view(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-    """Write the tokenizer, its chat templates and the image processor into the folder of a model or an adapter.
+    """Write the tokenizer, its chat templates and the processor's settings into the folder of a model or an adapter.
 
     settings: of the run, by dotted key; empty for a model without one.
     """
     tokenizer.save(folder)
     if variables := template_kwargs(settings):
         write_templates(folder, {name: with_defaults(one, variables) for name, one in tokenizer.chat_templates.items()})
-    if (rules := rules_of(tokenizer, settings)) is not None:
+    for media in media_of_run(tokenizer.media, settings):
         for name in PROCESSOR_FILES:  # an adapter's folder has none yet
             if (tokenizer.folder / name).is_file() and not (folder / name).is_file():
                 shutil.copyfile(tokenizer.folder / name, folder / name)
-        write_limit(folder, rules)
+        media.write_limits(folder)
 
 
-def rules_of(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> ImageRules | None:
-    """How a run with these settings reads images; None if it reads none."""
-    if settings.get("model.images", "none") == "none" or tokenizer.image_rules is None:
-        return None
-    return tokenizer.image_rules.limited(settings.get("data.image_tokens"))
-
-
-def not_in_files(settings: Mapping[str, Any], rules: ImageRules | None = None) -> list[str]:
-    """Sentences about settings that no file of a model's folder holds. rules: of a run with images."""
+def not_in_files(settings: Mapping[str, Any], media: Iterable[Media] = ()) -> list[str]:
+    """Sentences about settings that no file of a model's folder holds. media: as the run reads them."""
     sentences = [write(settings[name]) for name, write in SENTENCES.items() if settings.get(name) is not None]
-    if rules is not None and (images := difference(rules)):
-        sentences.append(f"the run scaled images down to data.image_tokens={rules.max_tokens}; {images}")
+    sentences += [one.remark() for one in media]
     return [sentence for sentence in sentences if sentence]

@@ -11,8 +11,8 @@ import yaml
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from lean_ft.export import upload
 from lean_ft.hub import download as hub
-from lean_ft.hub import upload
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.system.units import gibibytes

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, Renderer, renderer_of
 from lean_ft.data.formats import RowReader
+from lean_ft.data.parts import kinds_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.sources import RowSources
@@ -53,7 +54,7 @@ def first_rows(source: Sources, count: int, config: DataConfig | None = None) ->
 def rendering(reader: type[RowReader], config: DataConfig, rows: Sequence[Row], tokenizer: Tokenizer) -> Renderer:
     """A renderer of `rows`, whose source need not exist."""
     sources = RowSources.of(config)
-    return Renderer(sources, reader.of(sources, rows, tokenizer), tokenizer, tokenizer.image_rules, "sequences")
+    return Renderer(sources, reader.of(sources, rows, tokenizer), tokenizer, kinds_of(tokenizer), "sequences")
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer) -> tuple[Columns, DataReport]:

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from lean_ft.cli.main import app
 from lean_ft.data import Batch, Batches, largest_batch, prepare_batches, prompt_rows
 from lean_ft.data.documents import renderer_of
-from lean_ft.data.images import ImageKind, has_images
+from lean_ft.data.images import ImageKind, has_images, rules_in
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row
 from lean_ft.images.pixels import Upright
@@ -58,7 +58,7 @@ class Family(NamedTuple):
 
     @property
     def image_id(self) -> int:
-        rules = self.tokenizer.image_rules
+        rules = rules_in(self.tokenizer)
         assert rules is not None
         return self.theirs.convert_tokens_to_ids(rules.token)
 
@@ -75,7 +75,7 @@ class Family(NamedTuple):
     def expected_ids(self, messages: list[Any], names: list[str], prompt: bool = False) -> list[int]:
         """The ids of a chat by transformers: its template, its processor's text of each image, its tokenizer."""
         written = self.theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        rules = self.tokenizer.image_rules
+        rules = rules_in(self.tokenizer)
         assert rules is not None
         first, *pieces = written.split(rules.placeholder)
         with empty_torchvision():
@@ -335,7 +335,7 @@ def test_bad_rows_name_their_fault(qwen: Family) -> None:
             qwen.documents(rows)
         documents, report = qwen.documents(rows, on_bad_row="skip")
         assert not documents
-        assert (report.bad_rows, report.bad_images, report.dropped) == (1, 1, {})
+        assert (report.bad_rows, report.unreadable, report.dropped) == (1, {"image": 1}, {})
         assert f"1 unreadable row skipped (first: row 1: {'an image is' if not path else ''}" in str(report)
         assert reason in str(report)
 
@@ -554,7 +554,7 @@ def digests(patches: np.ndarray, merge: int) -> list[str]:
 
 def expected(family: Family, document: Any, names: list[str]) -> Shown:
     """What a document shows, by its row's pictures."""
-    rules = family.tokenizer.image_rules
+    rules = rules_in(family.tokenizer)
     assert rules is not None
     pixels = [decoded(open_image(reference(name, family.pictures))) for name in names]
     colors = [digest for one in pixels for digest in digests(rules.patches(Upright(one)), rules.merge)]
@@ -565,7 +565,7 @@ def expected(family: Family, document: Any, names: list[str]) -> Shown:
 
 def shown(family: Family, batch: Batch) -> list[Shown]:
     """What the documents of a batch show, in the order of the batch: by the arguments of the model alone."""
-    rules = family.tokenizer.image_rules
+    rules = rules_in(family.tokenizer)
     assert rules is not None
     inputs, colors = batch.inputs, [""] * batch.input_ids.numel()
     if (images := inputs.get("images")) is not None:
@@ -594,7 +594,7 @@ def shown(family: Family, batch: Batch) -> list[Shown]:
 
 
 def num_grids(family: Family) -> dict[str, int]:
-    rules = family.tokenizer.image_rules
+    rules = rules_in(family.tokenizer)
     assert rules is not None
     return {name: len(rules.layout(Size(*size)).grids) for name, size in SIZES.items()}
 
@@ -702,7 +702,7 @@ def test_batches_built_ahead_are_those_built_when_needed(qwen: Family, ranks: in
 @pytest.mark.first(3)
 @pytest.mark.parametrize("kind", [SFTDataConfig, PreferenceDataConfig, UnpairedDataConfig])
 def test_the_largest_batch_has_as_many_patches_as_fit(family: Family, kind: Any) -> None:
-    rules = family.tokenizer.image_rules
+    rules = rules_in(family.tokenizer)
     assert rules is not None
     long = 600 if family.name == "smolvlm" else 50
     for share in {False, kind is PreferenceDataConfig}:
@@ -761,7 +761,7 @@ def test_files_that_change_are_read_anew_or_are_an_error(qwen: Family, tmp_path:
     def patches(of: Batches) -> int:
         return len(of.take(1)[0].inputs["images"].patches)
 
-    assert batches("a").report.bad_images == 1
+    assert batches("a").report.unreadable == {"image": 1}
     repaint(tmp_path / "a/cat.png", (64, 64), "red")
     first = batches("a")  # the image that was missing is there
     assert first.report.bad_rows == 0
@@ -777,7 +777,7 @@ def test_files_that_change_are_read_anew_or_are_an_error(qwen: Family, tmp_path:
     repaint(tmp_path / "b/cat.png", (96, 64), "green")  # the same rows in another folder have other images
     assert patches(batches("b")) == 24
     (tmp_path / "a/cat.png").unlink()
-    assert batches("a").report.bad_images == 1
+    assert batches("a").report.unreadable == {"image": 1}
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
@@ -790,7 +790,7 @@ def test_an_image_that_is_broken_behind_its_header_makes_a_bad_row(qwen: Family,
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     config = SFTDataConfig(source=str(tmp_path / "rows.jsonl"), cache_dir=tmp_path / "cache", on_bad_row="skip")
     batches, _ = prepare_batches(config, qwen.tokenizer, batch_size=1, seed=0)
-    assert batches.report.bad_images == 1
+    assert batches.report.unreadable == {"image": 1}
     assert "cut.img is broken or incomplete" in batches.report.bad_row_examples[0]
     [batch] = batches.take(2)
     assert len(batch.inputs["images"].grids) == 1

@@ -151,7 +151,7 @@ def test_a_broken_processor_file_is_named_unless_the_model_reads_texts_alone(tmp
     file = folder / "preprocessor_config.json"
     for images in ("auto", "frozen", "none"):
         model, tokenizer = open_model(folder, images=images)
-        assert (model.vision is None) == (tokenizer.image_rules is None) == (images == "none")
+        assert (model.vision is None) == (not tokenizer.media) == (images == "none")
     file.write_text('{"do_pan_and_scan": true}')
     message = re.escape(f"{file}: do_pan_and_scan is True; expected False")
     with pytest.raises(ValueError, match=f"{message}.* set model.images=none"):

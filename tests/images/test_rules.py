@@ -230,9 +230,9 @@ def test_images_longer_than_a_window_are_refused(tmp_path):
             with pytest.raises(
                 ValueError, match="images have up to 70 tokens, and .* windows of 69.*data.image_tokens=69"
             ):
-                rules.check_window()
+                rules.check()
             rules = rules.limited(69)
-        rules.check_window()
+        rules.check()
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

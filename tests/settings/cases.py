@@ -297,6 +297,12 @@ OF_RECIPE: dict[str, Case | None] = {
     **{f"{recipe} data.columns": Case("{prompt: chosen}") for recipe in ("dpo", "kto", "reward")},
     **{f"{recipe} data.format": Case("text", refused="the rows are text") for recipe in ("dpo", "kto", "reward")},
     **{f"{recipe} data.format": Case("text", refused="jsonl, line 1: ") for recipe in DERIVED},
+    **{
+        f"{recipe} data.on_bad_row": Case(
+            "raise", f"data.source=IN/bad_{recipe}.jsonl data.on_bad_row=skip", refused="line 7"
+        )
+        for recipe in DERIVED
+    },
     **{f"{recipe} data.columns": Case("{nothing: x}", refused="no format of this recipe has") for recipe in DERIVED},
     "full_finetune_single_device memory.frozen_embeddings": Case("host", "", GPU, refused="needs a frozen embedding"),
     "full_finetune_single_device memory.experts": Case(

@@ -16,7 +16,7 @@ from lean_ft.cli.main import app
 from lean_ft.data.documents import renderer_of
 from lean_ft.data.rows import Row
 from lean_ft.export import export_adapter, export_folder
-from lean_ft.hub.upload import prepare
+from lean_ft.export.upload import prepare
 from lean_ft.settings import ModelConfig
 from lean_ft.settings import data as data_settings
 from lean_ft.settings.data import RowsConfig

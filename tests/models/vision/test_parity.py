@@ -78,7 +78,7 @@ def test_towers_without_rotary_positions_have_heads_of_any_size(name: str, tmp_p
 
 @pytest.mark.parametrize("written", [True, False], ids=["written", "by default"])
 def test_images_as_long_as_the_window(written: bool, tmp_path: Path):
-    """Of longer ones, programs differ: `ImageRules.check_window` refuses them."""
+    """Of longer ones, programs differ: `ImageRules.check` refuses them."""
     case = CASES["gemma4_unified"]
     case = replace(case, text=case.text | {"sliding_window": 9}, grids=((3, 3), (1, 5)))
     file = save(case, tmp_path) / "config.json"
