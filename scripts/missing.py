@@ -25,25 +25,19 @@ class Place(NamedTuple):
     table: str = ""
 
 
-ROW, KEY = r"^\|.*`NAME`.*\|", r'^    \*{0,2}"NAME"'
+ROW = r"^\|.*`NAME`.*\|"
 PLACES = {
     "objective": [
         Place("recipes/NAME.py", "^def main", "write the recipe"),
         Place("configs/tiny/NAME.yaml", "^recipe: NAME$", "write a preset that trains in seconds"),
-        Place("README.md", ROW, "add a row to the table of recipes"),
         Place("docs/recipes.md", ROW, "add a row to the table of recipes"),
-        Place("docs/hyperparameters.md", ROW, "add a row of learning rates and batch sizes"),
-        Place("docs/choosing.md", "`NAME`", "say when to choose the recipe"),
-        Place("docs/many_devices.md", "`NAME`", "say whether it runs on several devices"),
+        Place("README.md", ROW, "run scripts/make_docs_tables.py"),
+        Place("docs/hyperparameters.md", ROW, "add a row, if runs have shown good learning rates and batch sizes"),
+        Place("docs/choosing.md", "`NAME`", "say when to choose it, if no other recipe reads such data"),
         Place("lean_ft/assets/examples.yaml", r"^  recipes: \[.*\bNAME\b",
             "name the recipe beside a row that it reads"),
         Place("lean_ft/assets/other_tools.yaml", r"recipe=NAME\b", "name the recipe, if other tools have it"),
         Place("tests/recipes/test_NAME.py", "^def test_", "write its tests"),
-        Place("tests/recipes/cases.py", KEY, "add the settings of a short run", table="SETTINGS"),
-        Place("tests/recipes/cases.py", KEY, "add a run that is resumed or repeated", table="RUNS"),
-        Place("tests/recipes/cases.py", KEY, "add rows in each format that it reads", table="FORMATS"),
-        Place("tests/settings/cases.py", KEY, "add the settings of a short run", table="BASE"),
-        Place("tests/parallel/*.py", '"NAME"', "add a run of several processes, if it runs on several devices"),
     ],
     "loss": [
         Place("lean_ft/losses/*.py", r"^def _?NAME\(|\"NAME\"", "write the function"),
@@ -54,12 +48,10 @@ PLACES = {
     ],
     "format": [
         Place("lean_ft/data/*.py", r'"NAME": \w*Fields\(', "add an entry to FORMATS, or to the objective's file"),
-        Place("lean_ft/data/formats.py", r"^\| NAME +\||`lean_ft.data.NAME`",
-            "add a line to the docstring's table, if FORMATS has it"),
         Place("lean_ft/settings/data.py", r'^ +"NAME",', "add the name", table="FormatName"),
         Place("lean_ft/assets/examples.yaml", "^NAME:", "add rows for `leanft data example`"),
-        Place("docs/data.md", ROW, "add a row to the table of formats"),
-        Place("docs/data_by_example.md", "`NAME`|leanft data example NAME", "show an example"),
+        Place("docs/data.md", ROW, "run scripts/make_docs_tables.py"),
+        Place("docs/data_by_example.md", "^## `NAME`", "run scripts/make_docs_tables.py"),
         Place("tests/data/test_*.py", '"NAME"', "add cases: rendered with and without a chat template, and detected"),
     ],
     "family": [
@@ -105,7 +97,8 @@ def missing(kind: str, name: str) -> list[str]:
     lines = []
     for file, pattern, add, table in PLACES[kind]:
         if not is_there(Place(file, pattern, add, table), name):
-            lines.append(f"{file.replace('NAME', name)}: {add}{f', in {table}' * bool(table)}".replace("NAME", name))
+            where = f", in {table}" if table else ""
+            lines.append(f"{file}: {add}{where}".replace("NAME", name))
     if kind == "setting":
         lines += _missing_case(name)
     return lines
@@ -126,5 +119,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in PLACES:
         sys.exit(__doc__)
     found = missing(*sys.argv[1:])
-    print(*found, sep="\n", end="\n" * bool(found))
+    for line in found:
+        print(line)
     sys.exit(bool(found))

@@ -18,6 +18,7 @@ lean_ft reads and searches for it. docs/new_family.md walks through an example.
 
 import argparse
 import inspect
+import re
 import sys
 import time
 import warnings
@@ -379,6 +380,12 @@ def found_row(search: Search) -> tuple[str, Family, list[str]]:
     return nearest[0], row, order
 
 
+def shapes_in(text: str, model: torch.nn.Module) -> dict[str, torch.Size]:
+    """The shapes of transformers' tensors that a difference names, with `*` for the number of a layer."""
+    shapes = {re.sub(r"\.\d+\.", ".*.", name): tensor.shape for name, tensor in model.state_dict().items()}
+    return {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") in text}
+
+
 def explain(nearest: str, row: Family, search: Search) -> None:
     """Print what the nearest row lacks."""
     print(f"\nNo row and no combination of facts computes {search.model_type}. The nearest row, made from {nearest}:\n")
@@ -386,6 +393,8 @@ def explain(nearest: str, row: Family, search: Search) -> None:
     differs = {compared(row, at).differs: at.settings for at in reversed(search.checkpoints)}
     for difference, settings in reversed(differs.items()):
         print(f"- {difference}\n  with {settings}")
+    for name, shape in shapes_in(" ".join(differs), search.checkpoints[0].model).items():
+        print(f"  transformers' {name}: {list(shape)}")
     ignored = ", ".join(ignored_fields(row, search))
     print(f"- fields that change transformers' model and that the row ignores: {ignored or 'none'}")
     print(f"transformers computes it in {inspect.getsourcefile(type(search.checkpoints[0].model))}.")

@@ -175,7 +175,8 @@ def _print_ledger(rehearsal: "Rehearsal") -> None:
         total = total.plus(launches)
         rest = rest.plus(launches) if i >= _LEDGER_SHOWN else rest
     shown = [(*place, launches) for place, launches in rows[:_LEDGER_SHOWN]]
-    shown += [("", f"{len(rows) - _LEDGER_SHOWN} others", rest)] * (rest.number > 0)
+    if rest.number > 0:
+        shown.append(("", f"{len(rows) - _LEDGER_SHOWN} others", rest))
     cells = [
         (
             module,

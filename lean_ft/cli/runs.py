@@ -64,7 +64,9 @@ def runs(
     order = [name for name in columns if name in shown]
     print_table(order, list(zip(*(columns[name] for name in order), strict=True)))
     if left_out := [name.removeprefix(">") for name in columns if name not in shown]:
-        names = ", ".join(left_out[:5]) + f" and {len(left_out) - 5} more" * (len(left_out) > 5)
+        names = ", ".join(left_out[:5])
+        if len(left_out) > 5:
+            names += f" and {len(left_out) - 5} more"
         note = (
             f"not shown, to fit {width} characters: {names}. For all columns, run leanft runs {quote(str(folder))} "
             "--json"

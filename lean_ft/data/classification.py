@@ -42,7 +42,14 @@ if TYPE_CHECKING:
     from lean_ft.data.columns import Columns
 
 _NUMBERS = {kind(0), "a string with a number"}
-KNOWN = {"classification": Fields(("text",), ("label", "labels", *PART_FIELDS), text="text")}
+KNOWN = {
+    "classification": Fields(
+        ("text",),
+        ("label", "labels", *PART_FIELDS),
+        text="text",
+        becomes="a text with its label or labels, for `classify`",
+    )
+}
 
 
 class FoundLabels(list[str]):

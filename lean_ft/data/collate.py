@@ -78,7 +78,34 @@ class Placed:
     @cached_property
     def label(self) -> np.ndarray:
         """(N,)"""
-        return self._columns.values["ids"][self._next[self.is_target]].astype(np.int64)
+        return self.of_labels("ids").astype(np.int64)
+
+    def of_tokens(self, name: str) -> np.ndarray:
+        """(K, ...) values of a column of tokens. Raises ValueError if the documents have no such column."""
+        return self._of_all_tokens(name)[self.source]
+
+    def of_labels(self, name: str) -> np.ndarray:
+        """(N, ...) values that a column of tokens has at the labels, which are the tokens that `index` predicts."""
+        return self._of_all_tokens(name)[self._next[self.is_target]]
+
+    def in_rows(self, name: str) -> np.ndarray:
+        """(B, T, ...) values of a column of tokens in the rows of the batch; padding has `pad_id` or 0."""
+        pad, values = (self._columns.pad_id if name == "ids" else 0), self.of_tokens(name)
+        return self.filled(self.place[self.is_own], values[self.is_own], pad, values.dtype)
+
+    def filled(self, places: np.ndarray, values: Any, fill: int, dtype: Any) -> np.ndarray:
+        """(B, T, ...) filled with `fill`, but for `values` at flattened positions."""
+        grid = np.full((self.shape[0] * self.shape[1], *np.shape(values)[1:]), fill, dtype=dtype)
+        grid[places] = values
+        return grid.reshape(*self.shape, *grid.shape[1:])
+
+    def _of_all_tokens(self, name: str) -> np.ndarray:
+        if name not in self._columns.values:
+            raise ValueError(
+                f"no column `{name}` of tokens. `RowReader.with_columns` adds a column to the documents of rows, and "
+                "`Objective.full` to those of a plan; a column that some rows lack must be added to all of them."
+            )
+        return self._columns.values[name]
 
     @property
     def last(self) -> np.ndarray:
@@ -111,13 +138,7 @@ def collate(
     """Build the batch of `rows`, with the fields of the objective."""
     placed = Placed(arrangement, columns, rows)
     own, num_tokens = placed.is_own, placed.shape[0] * placed.shape[1]
-
-    def filled(places: np.ndarray, values: Any, fill: int, dtype: Any) -> np.ndarray:  # (B, T)
-        grid = np.full((num_tokens, *np.shape(values)[1:]), fill, dtype=dtype)
-        grid[places] = values
-        return grid.reshape(*placed.shape, *grid.shape[1:])
-
-    inputs: dict[str, Any] = placed.bounds() | {"is_token": filled(placed.place[own], True, False, bool)}
+    inputs: dict[str, Any] = placed.bounds() | {"is_token": placed.filled(placed.place[own], True, False, bool)}
     counted, replaced = dict[str, int](), {*objective.of_loss}
     for kind in columns.kinds:
         added = kind.of_batch(columns, placed)
@@ -126,13 +147,12 @@ def collate(
         replaced |= {*kind.replaced}
     for name in columns.per_token:
         if name not in replaced:
-            values = columns.values[name][placed.source[own]]
-            pad, dtype = (columns.pad_id, np.int64) if name == "ids" else (0, values.dtype)
-            inputs["input_ids" if name == "ids" else name] = filled(placed.place[own], values, pad, dtype)
+            values = placed.in_rows(name)
+            inputs |= {"input_ids": values.astype(np.int64)} if name == "ids" else {name: values}
     is_own_label = own[placed.is_target]
     fields: dict[str, Any] = {
         "inputs": as_tensors(inputs),
-        "labels": filled(placed.index[is_own_label], placed.label[is_own_label], IGNORED, np.int64),
+        "labels": placed.filled(placed.index[is_own_label], placed.label[is_own_label], IGNORED, np.int64),
         "num_targets": len(placed.label),
         "num_tokens": num_tokens,
         "counted": counted,

@@ -66,9 +66,10 @@ class SampledCompletions(Objective):
         def grid(name: str) -> np.ndarray | None:  # (G, A)
             if name not in columns.values:
                 return None
-            values = np.zeros(shape[0] * shape[1], dtype=columns.values[name].dtype)
-            values[place[inside]] = columns.values[name][placed.source[inside]]
-            return values.reshape(shape)
+            values = placed.of_tokens(name)
+            filled = np.zeros(shape[0] * shape[1], dtype=values.dtype)
+            filled[place[inside]] = values[inside]
+            return filled.reshape(shape)
 
         fields = {name: grid(name) for name in TOKEN_VALUES}
         counts = columns.values["counts"]

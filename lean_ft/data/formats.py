@@ -1,19 +1,11 @@
 """Row formats: each maps the named fields of a row to a chat, a plain text or token ids.
 
-| format            | fields                                   | becomes                                             |
-|-------------------|------------------------------------------|-----------------------------------------------------|
-| messages          | messages                                 | a chat                                              |
-| sharegpt          | conversations                            | a chat, with roles renamed                          |
-| preference        | chosen, rejected; a prompt, margin       | a pair of completions: `lean_ft.data.pairs`         |
-| prompt_completion | prompt, completion                       | a user message and an assistant message, or a chat  |
-| alpaca            | instruction, output; input               | the same; instruction and input form one message    |
-| input_output      | input, output                            | as prompt_completion                                |
-| tokens            | input_ids; labels, masks                 | the ids unchanged, trained where labels are ids     |
-| text              | text                                     | bos + text + eos, all of it trained                 |
+The table of docs/data.md has all formats; `python scripts/make_docs_tables.py` writes it from `FORMATS` and the formats
+of objectives' own files.
 
-Fields after the semicolon are optional. Chats may also have `system`, `tools`, `chat_template_kwargs` and
+Chats may also have `system`, `tools`, `chat_template_kwargs` and
 `images`, and prompts `history`; without a chat template, these are refused. The prompt of a pair is `prompt`,
-`conversations`, or `instruction` and `input`. If several formats of an objective match, the first in the table is used.
+`conversations`, or `instruction` and `input`. If several formats of an objective match, the first one is used.
 A format that only one objective reads is defined in that objective's file, such as `unpaired` in
 `lean_ft.data.unpaired`. All other fields
 are named in the report or refused: `lean_ft.data.foreign_fields`.
@@ -80,6 +72,8 @@ class Fields:
     ids: str = ""
     separator: str = ""
     """Between prompt and completion, without a chat template and `data.separator`."""
+    becomes: str = ""
+    """What a row becomes, for the table of docs/data.md."""
 
     def __post_init__(self) -> None:
         assert self.chat or self.completion or self.is_pair or self.text or self.ids, self
@@ -100,23 +94,46 @@ OF_PROMPTS = ("history", *OF_CHATS)
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "prompt_mask")
 PROMPT, ALPACA = ("prompt",), ("instruction", "input")
 FORMATS = {
-    "messages": Fields(("messages",), OF_CHATS, chat="messages"),
-    "sharegpt": Fields(("conversations",), OF_CHATS, chat="conversations"),
+    "messages": Fields(("messages",), OF_CHATS, chat="messages", becomes="the chat"),
+    "sharegpt": Fields(
+        ("conversations",),
+        OF_CHATS,
+        chat="conversations",
+        becomes="a chat; the roles `human`, `gpt`, `model`, `observation`, `function_call` ... are renamed",
+    ),
     "preference": Fields(
         ("chosen", "rejected"),
         (*PROMPT, "conversations", *ALPACA, "margin", *OF_PROMPTS),
         prompts=(PROMPT, ("conversations",), ALPACA),
         is_pair=True,
+        becomes="a preference pair, for preference recipes; the prompt is `prompt`, `conversations`, or `instruction` "
+        "and `input`",
     ),
-    "prompt_completion": Fields(("prompt", "completion"), OF_PROMPTS, prompts=(PROMPT,), completion="completion"),
+    "prompt_completion": Fields(
+        ("prompt", "completion"),
+        OF_PROMPTS,
+        prompts=(PROMPT,),
+        completion="completion",
+        becomes="a user message and an assistant message; fields are strings or messages",
+    ),
     "alpaca": Fields(
-        ("instruction", "output"), ("input", *OF_PROMPTS), prompts=(ALPACA,), completion="output", separator="\n\n"
+        ("instruction", "output"),
+        ("input", *OF_PROMPTS),
+        prompts=(ALPACA,),
+        completion="output",
+        separator="\n\n",
+        becomes="the same, with instruction and input in one message",
     ),
-    "input_output": Fields(("input", "output"), OF_PROMPTS, prompts=(("input",),), completion="output"),
+    "input_output": Fields(
+        ("input", "output"), OF_PROMPTS, prompts=(("input",),), completion="output", becomes="as `prompt_completion`"
+    ),
     "tokens": Fields(
-        ("input_ids",), ("labels", "attention_mask", "position_ids", "seq_lengths", *MASKS), ids="input_ids"
+        ("input_ids",),
+        ("labels", "attention_mask", "position_ids", "seq_lengths", *MASKS),
+        ids="input_ids",
+        becomes="the ids; labels are not shifted, -100 is not trained, and masks exclude further tokens",
     ),
-    "text": Fields(("text",), text="text"),
+    "text": Fields(("text",), text="text", becomes="bos + text + eos, all tokens trained"),
 }
 
 

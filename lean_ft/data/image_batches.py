@@ -66,7 +66,7 @@ class ImagesOfBatch(OfBatch):
 
 def images_of_batch(columns: Columns, placed: Placed, rules: ImageRules) -> ImagesOfBatch:
     """Return the images of a batch. An image of a shared prompt counts once."""
-    of_tokens = columns.values[IMAGE_ROW][placed.source]
+    of_tokens = placed.of_tokens(IMAGE_ROW)
     tokens = np.flatnonzero(placed.is_own & (of_tokens > 0))
     firsts, grids, num_rows, num_images = dict[bytes, int](), dict[bytes, Grids](), 0, 0
     shown = np.empty(len(tokens), dtype=np.int64)

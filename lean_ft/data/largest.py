@@ -41,13 +41,14 @@ def largest_batch(
             f"{MOST_TOKENS:,} can be planned. Lower one of them."
         )
     prompt = length - answer if shares else 0  # shared tokens
-    documents = [full_document(length, kinds, i) for i in range(number) for _ in range(sides)]
+    objective = objective_of(config)
+    documents = [objective.full(full_document(length, kinds, i)) for i in range(number) for _ in range(sides)]
     for document in documents:
         document.trained[:prompt] = False
     columns = Columns.join(documents)
     shared = np.tile([0, prompt], number) if share_prompts else None
     arrangement = arrange(columns.lengths, config, number, shared)
-    return collate(arrangement, columns, objective_of(config), np.arange(len(arrangement)))
+    return collate(arrangement, columns, objective, np.arange(len(arrangement)))
 
 
 def full_document(length: int, kinds: Sequence[Kind] = (), number: int = 0) -> Document:

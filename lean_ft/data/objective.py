@@ -1,12 +1,11 @@
 """Data interface of an objective: how it renders rows, and which fields it adds to batches.
 
 Each objective has one file in this package, such as sft.py or pairs.py. The file defines a subclass of `RowReader`, a
-subclass of `Batch` if needed, and `OBJECTIVE`, an instance of a subclass of `Objective`. The settings class names the
-file (`DataConfig.objective`); there is no other registry. Tokenizing processes load these files, so they return
-NumPy arrays and do not import torch at module level.
+subclass of `Batch` if needed, and `OBJECTIVE`, an instance of a subclass of `Objective`. A subclass of `DataConfig` in
+the file has the instance as its `objective`; the classes of `lean_ft.settings` name the file instead. There is no other
+registry. Tokenizing processes load these files, so they return NumPy arrays and do not import torch at module level.
 
-An objective of a user's own is in a recipe's file or a module beside it, and its settings class has the instance
-itself.
+An objective of a user's own is in a recipe's file or a module beside it, in the same way.
 
 Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M their sequences, N labels.
 """
@@ -16,12 +15,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Set
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from lean_ft.data.batch import Batch
-from lean_ft.data.columns import OF_LOSS, Columns
+from lean_ft.data.columns import OF_LOSS, Columns, Document
 from lean_ft.data.formats import RowReader
 from lean_ft.settings import DataConfig
 
@@ -72,8 +72,14 @@ class Objective:
         """Return settings that `recipe` needs to show a file of rows with these fields, as `key=value`."""
         return []
 
+    def full(self, document: Document) -> Document:
+        """Return a document of a plan with the columns that the reader adds to those of data, of the same shapes and
+        dtypes. Its tokens are all trained."""
+        return document
+
     def completed(self, config: Any) -> DataConfig:
-        """Return the settings with what the rows say, such as the labels."""
+        """Return the settings with what all rows say, such as the labels. `leanft validate` reads the first rows with
+        settings that are not completed."""
         return config
 
     def describe(self, values: np.ndarray) -> list[str]:
@@ -99,13 +105,9 @@ _NOT_OWN = ("lean_ft", "pydantic", "builtins", "abc", "typing")
 
 
 def objectives() -> list[Objective]:
-    """Return the objectives of all classes of lean_ft.settings, in the order of the classes."""
-    names = dict[str, None]()
-    classes: list[type[DataConfig]] = [DataConfig]
-    for settings in classes:
-        classes += settings.__subclasses__()
-        if isinstance(settings.objective, str) and settings.objective and settings.__module__ == DataConfig.__module__:
-            names[settings.objective] = None
+    """Return the objectives of all files of this package that define one, by name."""
+    files = sorted(Path(__file__).parent.glob("*.py"))  # read as text, because some other modules import torch
+    names = [file.stem for file in files if "\nOBJECTIVE = " in file.read_text(encoding="utf-8")]
     return [import_module(f"lean_ft.data.{name}").OBJECTIVE for name in names]
 
 

@@ -34,7 +34,11 @@ class UnpairedReader(PairReader):
 
     known: ClassVar[dict[str, Fields]] = {
         "unpaired": Fields(
-            ("prompt", "completion", "label"), OF_PROMPTS, prompts=(("prompt",),), completion="completion"
+            ("prompt", "completion", "label"),
+            OF_PROMPTS,
+            prompts=(("prompt",),),
+            completion="completion",
+            becomes="a good (true, 1) or bad (false, 0) completion, for `kto`",
         ),
         **PairReader.known,
     }

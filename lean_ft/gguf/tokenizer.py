@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: the inverse of `gguf_vocabulary`."""
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: what `lean_ft.gguf.vocabulary` reverses."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json into a `DecoderConfig`, by the row of its family.
 
 A field that changes the computation and is not supported raises an error, because a model that trains with a wrong
-formula still shows a plausible loss. ConfigFields of `_NEUTRAL` that the family's row does not read must have a neutral
+formula still shows a plausible loss. Fields of `_NEUTRAL` that the family's row does not read must have a neutral
 value. Both spellings of the rotary settings are read: `rope_theta` with `rope_scaling` (transformers 4),
 `rope_parameters` (5).
 """

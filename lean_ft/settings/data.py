@@ -2,7 +2,16 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from lean_ft.settings.base import FilePath, Fraction, Name, OwnFunction, Settings
 from lean_ft.system.user_functions import check_function
@@ -205,6 +214,13 @@ class DataConfig(RowsConfig):
             return self
         kind = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
+
+    @field_validator("format", mode="wrap")
+    @classmethod
+    def _may_be_of_the_objective(cls, name: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Accept the formats of an objective that the class itself has, besides `FormatName`."""
+        is_own = not isinstance(cls.objective, str) and isinstance(name, str) and name in cls.objective.reader.known
+        return name if is_own else handler(name)
 
     @model_validator(mode="after")
     def _check_packing(self) -> "DataConfig":

@@ -1,10 +1,14 @@
 """Settings of losses, reference models, value models and teachers."""
 
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
 from lean_ft.settings.base import Dtype, FilePath, Fraction, Name, OwnFunction, PositiveShare, Settings, Share
+from lean_ft.system.units import enumerated
 from lean_ft.system.user_functions import check_function
 
 
@@ -39,10 +43,22 @@ class ReferencedLossConfig(Settings):
 class LossFacts(NamedTuple):
     """Facts about a value of `loss.name`."""
 
-    reads: tuple[str, ...] = ()
-    """Settings that only some losses read: parameters of the loss's function besides beta."""
+    reads: Mapping[str, float] = MappingProxyType({})
+    """Settings that only some losses read, with their defaults: parameters of the loss's function besides beta."""
     needs_reference: bool = True
     beta: float = 0.1
+
+
+def _only_of(losses: Mapping[str, LossFacts], name: str, meaning: str) -> Any:
+    """A field for the setting `name`, which only some of the losses read; its description names them and their
+    defaults."""
+    defaults = {loss: f"{facts.reads[name]:g}" for loss, facts in losses.items() if name in facts.reads}
+    common = Counter(defaults.values()).most_common(1)[0][0]
+    others = [f"{value} for {loss}" for loss, value in defaults.items() if value != common]
+    null = enumerated([common, *others]) if len(others) != 1 else f"{common}, and {others[0]}"
+    if len({*defaults.values()}) == len(defaults) > 1:
+        null = enumerated([f"{value} for {loss}" for loss, value in defaults.items()])
+    return Field(None, description=f"For {enumerated([*defaults])}: {meaning} null is {null}.")
 
 
 class NamedLossConfig(ReferencedLossConfig):
@@ -73,8 +89,8 @@ class NamedLossConfig(ReferencedLossConfig):
     def check(cls, loss: str, given: dict[str, float]) -> None:
         """Raise ValueError for arguments of a loss's function that it does not read, or out of the ranges of the
         fields."""
-        reads = cls.losses[loss].reads if loss in cls.losses else ()
-        readable = ["beta"] * ("beta" in cls.model_fields) + [*reads]
+        reads = cls.losses[loss].reads if loss in cls.losses else {}
+        readable = [name for name in ("beta", *reads) if name in cls.model_fields]
         for name in given:
             if name not in readable:
                 remedy = f"Remove it, or set {' or '.join(readable)}" if readable else "Remove it"
@@ -90,12 +106,12 @@ class NamedLossConfig(ReferencedLossConfig):
 
 # The preference losses: functions of `lean_ft.losses.preference` by name.
 PREFERENCE_LOSSES = {
-    "sigmoid": LossFacts(("label_smoothing",)),
-    "robust": LossFacts(("label_smoothing",)),
+    "sigmoid": LossFacts({"label_smoothing": 0.0}),
+    "robust": LossFacts({"label_smoothing": 0.1}),
     **dict.fromkeys(("ipo", "hinge", "sigmoid_norm", "apo_zero", "apo_down", "nca", "bco_pair", "sppo"), LossFacts()),
-    "exo": LossFacts(("label_smoothing",)),
-    "simpo": LossFacts(("gamma",), needs_reference=False, beta=2.5),
-    "cpo": LossFacts(("alpha",), needs_reference=False),
+    "exo": LossFacts({"label_smoothing": 1e-3}),
+    "simpo": LossFacts({"gamma": 1.375}, needs_reference=False, beta=2.5),
+    "cpo": LossFacts({"alpha": 1.0}, needs_reference=False),
     "orpo": LossFacts(needs_reference=False),
 }
 PreferenceLossName = Literal[tuple(PREFERENCE_LOSSES)]  # pyright: ignore[reportInvalidTypeForm]
@@ -110,12 +126,13 @@ class PreferenceLossConfig(NamedLossConfig):
     function of `Pairs` and beta."""
     beta: PositiveFloat | None = None
     """Strength of the tie to the reference model; larger values stay closer. null is 0.1, and 2.5 for simpo."""
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None = None
-    """For sigmoid, robust and exo: assumed fraction of pairs with swapped labels. null is 0, 0.1 and 0.001."""
-    gamma: float | None = None
-    """For simpo: target margin of the chosen completion. null is 1.375."""
-    alpha: NonNegativeFloat | None = None
-    """For cpo: weight of the chosen completion's negative log-likelihood. null is 1."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None = _only_of(
+        PREFERENCE_LOSSES, "label_smoothing", "assumed fraction of pairs with swapped labels."
+    )
+    gamma: float | None = _only_of(PREFERENCE_LOSSES, "gamma", "target margin of the chosen completion.")
+    alpha: NonNegativeFloat | None = _only_of(
+        PREFERENCE_LOSSES, "alpha", "weight of the chosen completion's negative log-likelihood."
+    )
     sft_weight: NonNegativeFloat = 0.0
     """With any loss: weight of the chosen completions' cross-entropy, averaged over the tokens of the step."""
     ld_alpha: Share = 1.0
@@ -200,9 +217,12 @@ class ReferenceConfig(Settings):
 
 # The policy losses: keys of `lean_ft.losses.policy.LOSSES`.
 POLICY_LOSSES = {
-    **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo"), LossFacts(("epsilon", "epsilon_high"))),
-    "cispo": LossFacts(("epsilon_max",)),
-    "rloo": LossFacts(("epsilon", "epsilon_high")),
+    "grpo": LossFacts({"epsilon": 0.2, "epsilon_high": 0.2}),
+    "dapo": LossFacts({"epsilon": 0.2, "epsilon_high": 0.28}),
+    "dr_grpo": LossFacts({"epsilon": 0.2, "epsilon_high": 0.2}),
+    "gspo": LossFacts({"epsilon": 3e-4, "epsilon_high": 4e-4}),
+    "cispo": LossFacts({"epsilon_max": 5.0}),
+    "rloo": LossFacts({"epsilon": 0.2, "epsilon_high": 0.2}),
 }
 PolicyLossName = Literal[tuple(POLICY_LOSSES)]  # pyright: ignore[reportInvalidTypeForm]
 
@@ -214,12 +234,15 @@ class PolicyLossConfig(NamedLossConfig):
     name: Annotated[PolicyLossName | OwnFunction, AfterValidator(check_function)] = "dapo"  # pyright: ignore[reportInvalidTypeForm]
     """Loss function: how ratios to the sampling policy are clipped, and what the token losses are divided by.
     `my_loss.py:fn` is your own function of `SampledTokens`."""
-    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """How far a ratio may fall below 1 before it is clipped. null is 0.2, and 3e-4 for gspo."""
-    epsilon_high: PositiveFloat | None = None
-    """How far a ratio may rise above 1 before it is clipped. null is 0.2, 0.28 for dapo and 4e-4 for gspo."""
-    epsilon_max: PositiveFloat | None = None
-    """For cispo: maximum weight of a token by its ratio. null is 5."""
+    epsilon: Annotated[float, Field(gt=0.0, lt=1.0)] | None = _only_of(
+        POLICY_LOSSES, "epsilon", "how far a ratio may fall below 1 before it is clipped."
+    )
+    epsilon_high: PositiveFloat | None = _only_of(
+        POLICY_LOSSES, "epsilon_high", "how far a ratio may rise above 1 before it is clipped."
+    )
+    epsilon_max: PositiveFloat | None = _only_of(
+        POLICY_LOSSES, "epsilon_max", "maximum weight of a token by its ratio."
+    )
     advantage: Literal["group", "batch", "mean", "leave_one_out"] | None = None
     """Baseline and scale of rewards: the prompt's mean, divided by the standard deviation of the prompt's completions
     (`group`), of all completions of a round (`batch`) or by nothing (`mean`); or the mean of the prompt's other

@@ -1,6 +1,7 @@
 """Format and parse amounts: `13.25 GiB`, `3 min 20 s`, and `24GiB` on a command line."""
 
 import re
+from collections.abc import Sequence
 
 GIB = 2**30
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": GIB}
@@ -40,6 +41,12 @@ def duration(seconds: float) -> str:
 def counted(count: int, units: str) -> str:
     """Format a count with its unit, which is in the plural: `1 row`, `1,200 rows`."""
     return f"{count:,} {units.removesuffix('s') if count == 1 else units}"
+
+
+def enumerated(words: Sequence[str]) -> str:
+    """One or more words of a sentence: `a, b and c`."""
+    *before, last = words
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def number(value: float | None) -> str:

@@ -141,7 +141,7 @@ class Metrics:
         """The means of `further`, after `extra/` where the line has another field of that name."""
         means = {prefix + name: statistics.fmean(values) for name, values in self.further.items()}
         self.further.clear()
-        return {f"{'extra/' * (name in taken)}{name}": mean for name, mean in means.items()}
+        return {f"extra/{name}" if name in taken else name: mean for name, mean in means.items()}
 
     def _growth_bytes(self) -> int | None:
         """Growth of the resident size since step 10 of this start; None before."""

@@ -50,7 +50,9 @@ class StepProfiler(Observer):
         self._hooks = _name_modules(model) if names_modules else []
         folder.mkdir(parents=True, exist_ok=True)
         wait, warmup, active = steps
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         self._profile: Any = profile(
             activities=activities,
             schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),

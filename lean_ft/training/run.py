@@ -70,8 +70,7 @@ from lean_ft.training.summary import Results, log_start
 class Run:
     """A training run, new or resumed.
 
-    A step takes `gradient_accumulation_steps` batches; the last step
-    of an epoch takes the remaining ones.
+    A step takes `gradient_accumulation_steps` batches; the last step of an epoch takes the remaining ones.
 
     All `ranks` that train the model make a Run and call it equally often. `carried` is further state of the loop that
     checkpoints hold: a module that trains besides the model, or an object with `state_dict` (plain numbers, text and

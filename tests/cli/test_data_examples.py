@@ -6,7 +6,7 @@ import json
 import pkgutil
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -14,7 +14,9 @@ import yaml
 import lean_ft.data
 from lean_ft.cli.data import EXAMPLES
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.settings import FormatName
 from lean_ft.system import catalog
+from scripts import make_docs_tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data_by_example.md").read_text()
 FORMATS: dict[str, dict[str, Any]] = yaml.safe_load(EXAMPLES.read_text())
@@ -50,12 +52,22 @@ def chatml_model(tmp_path) -> list[str]:
     return [f"model.path={folder}", f"data.chat_template={template}"]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+def test_tables_of_recipes_and_formats_are_what_their_script_writes(page):
+    text = (make_docs_tables.ROOT / page).read_text()
+    assert make_docs_tables.PAGES[page](text) == text, "run python scripts/make_docs_tables.py"
+
+
 def test_every_format_of_the_code_has_an_example():
     names = [f"lean_ft.data.{module.name}" for module in pkgutil.iter_modules(lean_ft.data.__path__)]
     objectives = [getattr(importlib.import_module(name), "OBJECTIVE", None) for name in names]
     readers = {objective.reader for objective in objectives if objective is not None}
     assert len(readers) > 4
-    assert {name for reader in readers for name in reader.known} <= FORMATS.keys()
+    known = {name for reader in readers for name in reader.known}
+    assert known <= FORMATS.keys(), "add rows to lean_ft/assets/examples.yaml"
+    # The first alternative of `FormatName` has the names.
+    names = set(get_args(get_args(get_args(FormatName)[0])[0]))
+    assert names - {"auto"} == known - {"prompts"}, "correct FormatName in lean_ft/settings/data.py"
     assert {recipe for each in FORMATS.values() for recipe in each["recipes"]} <= catalog.recipes().keys()
 
 

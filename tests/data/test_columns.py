@@ -1,7 +1,7 @@
 """A column that a reader adds reaches the model beside the right tokens, and nothing in between names it."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from lean_ft.data import Batch, prepare_batches
-from lean_ft.data.columns import Columns, Document, identity
+from lean_ft.data.collate import batch_of
+from lean_ft.data.columns import OF_LOSS, Columns, Document, identity
+from lean_ft.data.largest import largest_batch
+from lean_ft.data.objective import Objective
 from lean_ft.data.sft import SFTReader
 from lean_ft.frozen.teacher_cache import keep_teacher
 from lean_ft.models import Decoder, load_model
@@ -188,3 +191,58 @@ def test_equal_ids_with_other_values_are_other_texts() -> None:
     labeled = Columns.join([replace(text, per_document={"row_values": np.array([0.5])})])  # the model does not read it
     assert labeled.content() == columns[0].content()
     assert identity([3, 1]) == np.array([3, 1], dtype="<i4").tobytes() != identity([3, 1], {"x": np.array([1])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeighedBatch(Batch):
+    at_labels: Tensor  # (N, 2)
+    in_rows: Tensor  # (B, T, 2)
+
+
+class Weighed(Objective):
+    """Two numbers per token, which only the loss reads: the token's id, and twice the id."""
+
+    reader = SFTReader
+    batch_type = WeighedBatch
+    of_loss = (*OF_LOSS, "pair")
+
+    def full(self, document: Document) -> Document:
+        return replace(document, per_token={"pair": np.stack([document.ids, 2 * document.ids], 1)})
+
+    def token_fields(self, columns: Columns, placed: Any, epoch: int) -> dict[str, Any]:
+        return {"at_labels": placed.of_labels("pair"), "in_rows": placed.in_rows("pair")}
+
+
+class Forgetful(Weighed):
+    def full(self, document: Document) -> Document:
+        return document
+
+
+@pytest.mark.parametrize("kind", ["padded", "flat"])
+def test_a_loss_reads_a_column_at_its_labels_and_in_rows(kind: Any) -> None:
+    lengths = (5, 3, 8)
+    documents = [
+        Weighed().full(Document(np.arange(n, dtype=np.int32) + 10 * n, np.arange(n) % 3 != 1)) for n in lengths
+    ]
+    row_tokens = max(lengths) if kind == "padded" else sum(lengths)
+    batch = batch_of(documents, Weighed(), pad_id=0, kind=kind, row_tokens=row_tokens)
+    assert isinstance(batch, WeighedBatch) and "pair" not in batch.inputs
+    labels = batch.labels[batch.labels >= 0]
+    assert len(labels) == batch.num_targets > 0
+    assert torch.equal(batch.at_labels, torch.stack([labels, 2 * labels], 1).to(batch.at_labels.dtype))
+    ids = torch.where(batch.is_token, batch.input_ids, 0)
+    assert torch.equal(batch.in_rows, torch.stack([ids, 2 * ids], 2).to(batch.in_rows.dtype))
+
+
+def test_a_plan_has_the_columns_that_full_adds_and_the_error_of_a_missing_one_names_it() -> None:
+    class WeighedData(SFTDataConfig):
+        objective = Weighed()
+
+    class ForgetfulData(SFTDataConfig):
+        objective = Forgetful()
+
+    batch = largest_batch(WeighedData(source="x.jsonl", max_length=16), 2)
+    assert isinstance(batch, WeighedBatch)
+    assert batch.in_rows.shape == (2, 16, 2) and batch.at_labels.shape == (batch.num_targets, 2)
+    with pytest.raises(ValueError, match=r"no column `pair` of tokens\. .*`Objective.full`"):
+        largest_batch(ForgetfulData(source="x.jsonl", max_length=16), 2)

@@ -259,7 +259,8 @@ def test_advantages_are_those_computed_plainly(kind: str, rewards: list[list[flo
 
 
 def test_a_function_has_the_parameters_that_its_loss_reads() -> None:
-    read = {name: tuple(inspect.signature(loss).parameters)[1:] for name, (loss, _) in LOSSES.items()}
+    parameters = {name: [*inspect.signature(loss).parameters.values()][1:] for name, (loss, _) in LOSSES.items()}
+    read = {name: {one.name: one.default for one in some} for name, some in parameters.items()}
     assert read == {name: facts.reads for name, facts in POLICY_LOSSES.items()}
 
 

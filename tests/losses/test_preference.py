@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -232,8 +233,19 @@ def test_what_a_loss_does_not_read_is_refused(name: str, settings: Any, message:
 
 
 def test_a_function_has_the_parameters_that_its_loss_reads() -> None:
-    read = {name: tuple(inspect.signature(loss).parameters)[2:] for name, loss in LOSSES.items()}
+    parameters = {name: [*inspect.signature(loss).parameters.values()][2:] for name, loss in LOSSES.items()}
+    read = {name: {one.name: one.default for one in some} for name, some in parameters.items()}
     assert read == {name: facts.reads for name, facts in PREFERENCE_LOSSES.items()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_page_has_a_row_with_the_defaults_of_each_loss(name: str) -> None:
+    page = (Path(lean_ft.__file__).parents[1] / "docs" / "preferences.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    facts = PREFERENCE_LOSSES[name]
+    values = [*facts.reads.values(), *([facts.beta] if facts.beta != 0.1 else [])]
+    assert all(re.search(rf" {value:g}\b", row) for value in values), row
+    assert ("no reference" in row) != facts.needs_reference
 
 
 NEW_LOSS = """
@@ -266,7 +278,7 @@ def test_a_new_loss_is_a_function_and_a_row_of_the_settings(tmp_path: Path) -> N
     (tmp_path / "recipes").symlink_to(package.parent / "recipes")
     for file, mark, new in (
         ("losses/preference.py", "LOSSES: dict", NEW_LOSS.lstrip()),
-        ("settings/losses.py", '    "orpo": ', '    "squared": LossFacts(("gamma",), beta=0.3),'),
+        ("settings/losses.py", '    "orpo": ', '    "squared": LossFacts({"gamma": 0.5}, beta=0.3),'),
     ):
         text = (tmp_path / "lean_ft" / file).read_text()
         assert text.count(mark) == 1

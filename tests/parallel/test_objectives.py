@@ -12,11 +12,12 @@ import pytest
 from lean_ft.frozen.teacher_cache import keep_teacher
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.models.safetensors_file import read_header
-from lean_ft.settings import KeepTeacherConfig
+from lean_ft.settings import KeepTeacherConfig, ScoreLossConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from tests.parallel.processes import assert_refused, on_ranks, refusal, supported
 from tests.parallel.test_finetune import TWO_MICRO_BATCHES, make_mixture, numbers
+from tests.recipes.cases import DERIVED, preset_of
 from tests.recipes.conftest import TINY
 from tests.training.toy_runs import digests
 
@@ -44,6 +45,7 @@ SAME_BITS: dict[str, tuple[str, ...]] = {
     "distill, adapter and 4 bits": (*TEACHER, "distill.teacher_dtype=nf4", "lora.rank=4"),
     "distill, kept": (*TEXTS, "distill.cached=FOLDER/scores", "distill.cross_entropy_weight=0.3", "data.packing=bfd"),
 }
+SAME_BITS |= {name: (f"data.source={preset_of(name)['data']['source']}", *HELD_OUT) for name in DERIVED}
 # Three micro-batches per step do not divide evenly over two ranks, and an epoch ends with fewer of them.
 CLOSE = ("gradient_accumulation_steps=3", "max_steps=5", "epochs=2", "optimizer.name=sgd", "optimizer.lr=1e-2")
 ANSWERS = (*CLOSE, "data.source=FOLDER/answers.jsonl")
@@ -90,7 +92,9 @@ def run(name: str, folder: Path, inputs: Path, *settings: str) -> None:
     given = [setting for setting in given if "parallel" not in setting or "RANK" in os.environ]
     places = [f"data.cache_dir={folder.with_suffix('.cache')}", f"output_dir={folder}"]
     # Models with a score layer have no logits to compute in chunks.
-    common = [one for one in SETTINGS if "loss_chunk_tokens" not in one or objective not in ("reward", "classify")]
+    loss = recipe.Config.model_fields.get("loss")  # distill has another group
+    gives_scores = loss is not None and isinstance(loss.default, ScoreLossConfig)
+    common = [one for one in SETTINGS if "loss_chunk_tokens" not in one or not gives_scores]
     recipe.main(load_config(recipe.Config, None, [*common, *places, *given]))
 
 

@@ -1,6 +1,8 @@
-"""What the tests of all training recipes read. A new recipe gets an entry in each table here.
+"""What the tests of all training recipes read.
 
-Tests of other folders may read these tables too. Importing this module imports no torch.
+A recipe without an entry gets entries of its preset `configs/tiny/NAME.yaml`: the tests run it on the preset's rows.
+Add an entry for what else holds of it. Tests of other folders may read these tables too. Importing this module imports
+no torch.
 """
 
 import json
@@ -8,7 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from lean_ft.hub.paths import resolve_data_path
+from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.settings.text import dotted
 from lean_ft.system import catalog
 
 Settings = tuple[str, ...]
@@ -20,8 +26,8 @@ Row = dict[str, Any]
 TINY = ("model.path=tiny", "model.dtype=float32", "device=cpu", "plan=false")
 CHATS = (*TINY, "data.source=tiny/validation.jsonl", "data.max_length=64", "optimizer.lr=1e-3", "batch_size=4")
 CHATS += ("max_steps=6",)
-PAIRS = (*TINY, "data.source=tiny/pairs_validation.jsonl", "data.max_length=96", "batch_size=4", "max_steps=6")
-PAIRS += ("schedule.name=constant",)
+SHORT = ("data.max_length=96", "batch_size=4", "max_steps=6", "schedule.name=constant")
+PAIRS = (*TINY, "data.source=tiny/pairs_validation.jsonl", *SHORT)
 PROBLEMS = (*TINY, "data.source=tiny/problems_validation.jsonl", "data.chat=false", "data.max_prompt_length=32")
 PROBLEMS += ("generation.max_new_tokens=8", "gradient_accumulation_steps=2")
 SAMPLED = (*PROBLEMS, "rewards=[length]", "optimizer.lr=1e-4", "max_steps=3")
@@ -43,6 +49,21 @@ SETTINGS: dict[str, Settings] = {
     "ppo": (*SAMPLED, "generation.passes=2", "batch_size=4"),
     "online_dpo": (*SAMPLED, "generation.num_answers=3", "batch_size=2"),
 }
+OTHERS = {"chat", "evaluate", "generate", "quantize"}  # recipes that do not train
+DERIVED = [name for name in catalog.recipes() if name not in SETTINGS.keys() | OTHERS]
+
+
+def preset_of(recipe: str) -> dict[str, Any]:
+    """The preset of a recipe on the embedded model."""
+    file = catalog.presets().get(f"tiny/{recipe}")
+    assert file is not None, f"write configs/tiny/{recipe}.yaml: the tests of all recipes run it"
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+for _name in DERIVED:
+    _groups = {key: value for key, value in preset_of(_name).items() if key in ("model", "data")}
+    _given = [f"{key}={to_yaml(value, flow=True)}" for key, value in dotted(_groups) if "validation" not in key]
+    SETTINGS[_name] = (*_given, *TINY, *SHORT, "optimizer.lr=1e-3")
 OWN_CACHE = ("dpo", "lora_dpo_single_device", "kto", "reward")  # the tests of these recipes count cache hits
 
 # What holds of a run: tests/recipes/test_runs.py
@@ -206,12 +227,19 @@ RUNS: dict[str, list[Run]] = {
     ],
 }
 
+RUNS |= {name: [Run((BFD,), stops=(3,)), Run(LORA, stops=(3,))] for name in DERIVED}
+
 # Commands with the required settings alone: tests/recipes/test_first_commands.py
 # -----------------------------------------------
 
 
 def rows_of(file: str, count: int) -> list[Row]:
     lines = resolve_data_path(f"tiny/{file}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[:count]]
+
+
+def rows_of_preset(recipe: str, count: int) -> list[Row]:
+    lines = resolve_data_path(preset_of(recipe)["data"]["source"]).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines[:count]]
 
 
@@ -258,6 +286,7 @@ FORMATS: dict[str, dict[str, list[Row]]] = {  # rows for two steps in each forma
     "ppo": {"prompt": _PROBLEMS[:4]},
     "online_dpo": {"prompt": _PROBLEMS},
 }
+FORMATS |= {name: {"preset": rows_of_preset(name, 4)} for name in DERIVED}
 FORMATS |= {name: FORMATS[alias.file.stem] for name, alias in catalog.aliases().items()}
 
 # How a step's size is printed: tests/training/test_summary.py

@@ -124,6 +124,13 @@ def test_an_objective_of_a_notebook_is_read_by_one_process(tmp_path: Path):
         list(Parts(renderer_of(data.model_copy(update={"num_processes": 2}), tokenizer)))
 
 
+def test_its_format_is_named_as_the_run_names_it(tmp_path: Path, train: Any, capsys: Any):
+    train(copied(tmp_path, DATA, own=OWN), "data.format=question")
+    assert "20 rows (question)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="data.format"):
+        train(copied(tmp_path, DATA, own=OWN), "data.format=questoin")
+
+
 def test_an_objective_is_an_instance(tmp_path: Path, train: Any):
     with pytest.raises(ValueError, match=r"QuestionData.objective is <class .*expected an instance of a subclass"):
         train(copied(tmp_path, DATA, own=OWN.replace("Questions()", "Questions")))

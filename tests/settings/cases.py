@@ -5,14 +5,17 @@ IN is the folder of files that `tests/settings/test_effects.py` writes.
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
+from lean_ft.settings import DataConfig, PromptDataConfig, ScoreLossConfig
 from lean_ft.settings.describing import Setting, describe
 from lean_ft.system import catalog
+from tests.recipes.cases import DERIVED
 
 
 @cache
@@ -30,8 +33,9 @@ def settings_of(recipe: str) -> dict[str, Setting]:
 
 # Settings that a recipe requires, besides its model, data and output_dir.
 REQUIRED = {"distill": ("distill.teacher=tiny",), **dict.fromkeys(("grpo", "online_dpo", "ppo"), ("rewards=[length]",))}
-# The files of pairs.jsonl and so on, for recipes that read other rows than prompts and completions.
-FILES_OF = {**dict.fromkeys(("dpo", "kto", "reward"), "pairs"), "classify": "texts"}
+# The files of pairs.jsonl and so on, for recipes that read other rows than prompts and completions. Those of `DERIVED`
+# are of the recipe's preset.
+FILES_OF = {**dict.fromkeys(("dpo", "kto", "reward"), "pairs"), "classify": "texts", **{name: name for name in DERIVED}}
 # A short run of each recipe.
 TRAIN = "model.path=tiny model.dtype=float32 batch_size=2 max_steps=2 device=cpu output_dir=run plan=false"
 PAIRS = f"{TRAIN} data.source=IN/pairs.jsonl data.validation_source=IN/held_out_pairs.jsonl data.max_length=64"
@@ -56,7 +60,28 @@ BASE = {
     "generate": f"{ASK} prompt=River max_new_tokens=6",
     "chat": f"{ASK} max_new_tokens=6",
     "evaluate": f"{ASK} data.source=IN/rows.jsonl data.max_length=64 output=out.json",
+    **{
+        name: f"{TRAIN} data.source=IN/{name}.jsonl data.validation_source=IN/held_out_{name}.jsonl data.max_length=64"
+        for name in DERIVED
+    },
 }
+
+
+def _with_group(group: type, test: Callable[[Any], bool] = lambda group: True) -> list[str]:
+    """Recipes that have settings of a class that passes the test."""
+    found = list[str]()
+    for recipe in BASE:
+        classes = [field.annotation for field in load_recipe(recipe).Config.model_fields.values()]
+        if any(isinstance(one, type) and issubclass(one, group) and test(one) for one in classes):
+            found.append(recipe)
+    return found
+
+
+# By meaning: a row of the tables below holds of a new recipe too.
+SCORES = _with_group(ScoreLossConfig)  # an output layer of scores
+TEXTS = _with_group(DataConfig, lambda data: not data.reads_chats)
+ONLINE_RECIPES = _with_group(PromptDataConfig)
+WHOLE_OUTPUT = [one for one in BASE if "parallel.vocabulary" in settings_of(one) and one != "finetune"]
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -266,11 +291,19 @@ OF_RECIPE: dict[str, Case | None] = {
     ),
     "ppo loss.gamma": Case("0.5"),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
-    **{f"{recipe} memory.loss_accumulation_dtype": Case("weight") for recipe in ("reward", "classify")},
+    **{f"{recipe} memory.loss_accumulation_dtype": Case("weight") for recipe in SCORES},
     "classify data.chat_template_kwargs": Case("{effort: low}"),
     "classify data.separator": Case(" so "),
     **{f"{recipe} data.columns": Case("{prompt: chosen}") for recipe in ("dpo", "kto", "reward")},
     **{f"{recipe} data.format": Case("text", refused="the rows are text") for recipe in ("dpo", "kto", "reward")},
+    **{f"{recipe} data.format": Case("text", refused="jsonl, line 1: ") for recipe in DERIVED},
+    **{
+        f"{recipe} data.on_bad_row": Case(
+            "raise", f"data.source=IN/bad_{recipe}.jsonl data.on_bad_row=skip", refused="line 7"
+        )
+        for recipe in DERIVED
+    },
+    **{f"{recipe} data.columns": Case("{nothing: x}", refused="no format of this recipe has") for recipe in DERIVED},
     "full_finetune_single_device memory.frozen_embeddings": Case("host", "", GPU, refused="needs a frozen embedding"),
     "full_finetune_single_device memory.experts": Case(
         "streamed", f"{MIXTURE} memory.activation_checkpointing=full", GPU, refused="needs frozen experts"
@@ -285,9 +318,7 @@ OF_RECIPE: dict[str, Case | None] = {
     "grpo batch_size": Case("2"),
     "grpo generation.num_answers": Case("4"),
     **{f"{recipe} data.max_prompt_length": Case("15") for recipe in ("grpo", "online_dpo", "ppo")},
-    "reward eval_pattern": None,
-    "reward eval_tasks_every": None,
-    "reward eval_tasks_limit": None,
+    **{f"{one} {name}": None for one in SCORES for name in ("eval_pattern", "eval_tasks_every", "eval_tasks_limit")},
     "grpo eval_pattern": None,
     "online_dpo eval_pattern": None,
     "ppo eval_pattern": None,
@@ -295,12 +326,11 @@ OF_RECIPE: dict[str, Case | None] = {
     "online_dpo generation.engine_url": Case("http://127.0.0.1:2", "generation.engine=vllm", counts=("error",)),
     "ppo loss.mask_truncated": Case("true", "generation.max_new_tokens=2"),
     "quantize model.router_aux_loss_coef": Case("0.5"),
-    **{f"classify {name}": None for name in ("eval_pattern", "eval_tasks_every", "eval_tasks_limit")},
     "classify data.columns": Case("{text: other}"),
     "classify data.labels": Case("[b, a]"),
     "classify data.multi_label": Case("true", refused="no field `labels`"),
     "classify loss.class_weights": Case("balanced"),
-    **{f"{recipe} compile": Case("true", "", GPU) for recipe in ("classify", "reward")},
+    **{f"{recipe} compile": Case("true", "", GPU) for recipe in SCORES},
     "evaluate seed": None,  # used only by tasks that sample
     "evaluate data.validation_source": Case("IN/others.jsonl"),
     # All rows are evaluated, in any order and batch.
@@ -343,48 +373,48 @@ OF_RECIPE: dict[str, Case | None] = {
     "evaluate chat": Case("true", "tasks=[IN/task.yaml]"),
 }
 # Refusals, by part of the error: recipes and their settings.
-REFUSED = {
-    "gives scores and no text": ("reward classify", "eval_answers"),
-    "eval_tasks needs a language model": ("reward classify", "eval_tasks"),
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "gives scores and no text": (SCORES, "eval_answers"),
+    "eval_tasks needs a language model": (SCORES, "eval_tasks"),
     "is for the logits of a language model": (
-        "reward classify",
+        SCORES,
         "memory.loss_chunk_tokens memory.tied_gradient memory.loss_accumulation_dtype",
     ),
     "this recipe reads texts as they are": (
-        "classify",
+        TEXTS,
         "data.chat_template data.system data.chat_template_kwargs data.separator data.chat",
     ),
-    "needs images. Set model.images": ("quantize", "data.image_tokens"),
-    "model.images is for training": ("quantize", "model.images"),
+    "needs images. Set model.images": (["quantize"], "data.image_tokens"),
+    "model.images is for training": (["quantize"], "model.images"),
     "this recipe evaluates the rewards of sampled completions": (
-        "grpo online_dpo ppo",
+        ONLINE_RECIPES,
         "stop_after_evals eval_answers keep_best",
     ),
-    "prompts are read from the field prompt or messages": ("grpo online_dpo ppo", "data.format"),
+    "prompts are read from the field prompt or messages": (ONLINE_RECIPES, "data.format"),
     "which this recipe does not correct": (
-        "ppo",
+        ["ppo"],
         "generation.top_k generation.top_p generation.min_p generation.engine",
     ),
-    "Set loss.correction=token_truncate": ("grpo", "generation.engine"),
-    "both need the same device and weights": ("grpo online_dpo ppo", "generation.ahead"),
-    "does not answer": ("online_dpo", "generation.engine"),  # no server runs in the tests
-    "compares each with its expected value": ("ppo", "generation.most_attempts"),
-    "new_tokens is for training": ("generate chat evaluate", "model.new_tokens"),
-    "router_aux_loss_coef is for training": ("generate chat evaluate", "model.router_aux_loss_coef"),
+    "Set loss.correction=token_truncate": (["grpo"], "generation.engine"),
+    "both need the same device and weights": (ONLINE_RECIPES, "generation.ahead"),
+    "does not answer": (["online_dpo"], "generation.engine"),  # no server runs in the tests
+    "compares each with its expected value": (["ppo"], "generation.most_attempts"),
+    "new_tokens is for training": (["generate", "chat", "evaluate"], "model.new_tokens"),
+    "router_aux_loss_coef is for training": (["generate", "chat", "evaluate"], "model.router_aux_loss_coef"),
     "router_aux_loss_coef and model.random_init are for training": (
-        "quantize",
+        ["quantize"],
         "model.new_tokens model.router_aux_loss_coef model.random_init",
     ),
-    "loads its tokenizer without it": ("evaluate quantize", "data.chat_template"),
-    "the model reads texts alone": ("generate", "model.images"),
-    "Set model.images=frozen": ("evaluate", "model.images"),
-    "so it has no question": ("evaluate", "data.train_on"),
-    "expected one of teacher=MODEL and cached=FOLDER": ("distill", "distill.cached"),
-    "this model has no experts": ("distill", "parallel.experts"),  # the teacher
-    "has a different tokenizer": ("distill", "model.new_tokens"),
-    "loss needs the whole output layer": ("distill dpo reward kto classify grpo online_dpo ppo", "parallel.vocabulary"),
+    "loads its tokenizer without it": (["evaluate", "quantize"], "data.chat_template"),
+    "the model reads texts alone": (["generate"], "model.images"),
+    "Set model.images=frozen": (["evaluate"], "model.images"),
+    "so it has no question": (["evaluate"], "data.train_on"),
+    "expected one of teacher=MODEL and cached=FOLDER": (["distill"], "distill.cached"),
+    "this model has no experts": (["distill"], "parallel.experts"),  # the teacher
+    "has a different tokenizer": (["distill"], "model.new_tokens"),
+    "loss needs the whole output layer": (WHOLE_OUTPUT, "parallel.vocabulary"),
 }
-REASONS = {f"{r} {s}": why for why, (rs, ss) in REFUSED.items() for r in rs.split() for s in ss.split()}
+REASONS = {f"{r} {s}": why for why, (rs, ss) in REFUSED.items() for r in rs for s in ss.split()}
 # Runs by default, one of each kind of setting; the runs of other settings are long. Refusals are default.
 SHORT = {
     "finetune": "freeze seed data.packing optimizer.name schedule.warmup_steps loss.label_smoothing lora.dropout",
@@ -400,7 +430,8 @@ LATE = {
         "finetune data.overflow",
         "evaluate data.format",
     ),
-    *("reward eval_tasks", "classify eval_tasks", "distill model.new_tokens", "evaluate model.images"),
+    *(f"{recipe} eval_tasks" for recipe in SCORES),
+    *("distill model.new_tokens", "evaluate model.images"),
     *("evaluate data.train_on", "evaluate data.chat_template", "quantize data.chat_template"),
 }
 

@@ -34,6 +34,7 @@ from lean_ft.system import catalog
 from lean_ft.tools import Call, Turn
 from lean_ft.training import answers
 from tests.parallel.processes import SHARDS_PARTS
+from tests.recipes.cases import DERIVED, rows_of_preset
 from tests.recipes.test_chat import TEMPLATE
 from tests.settings.cases import BASE, CASES, LATE, OF_RECIPE, REASONS, SHORT, Case, case_of, load_recipe, settings_of
 from tests.training.image_runs import model_folder, write_rows
@@ -123,6 +124,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         write(of_kind.format("pairs"), pairs)
         texts = [{"text": r["prompt"], "other": f"Text {i}", "label": "aab"[i % 3]} for i, r in numbered]
         write(of_kind.format("texts"), texts)
+    for recipe in DERIVED:
+        of_preset = rows_of_preset(recipe, 8)
+        files = {"": of_preset[:6], "other_": of_preset[1:6], "held_out_": of_preset[6:], "bad_": [*of_preset[:6], {}]}
+        for prefix, chosen in files.items():
+            write(f"{prefix}{recipe}", chosen)
     model_folder("qwen3_vl", folder / "sees")
     write_rows("qwen3_vl", folder)
     photos = [json.loads(line) for line in (folder / "photos.jsonl").read_text().splitlines()]
@@ -309,4 +315,8 @@ def test_a_setting_has_an_effect_or_is_refused(recipe: str, key: str) -> None:
     before = observed(recipe, base, case.plan, counts)
     if "error" not in case.counts:
         assert "error" not in before | after, (before, after)
-    assert after != before, f"{key}={case.value} changes nothing"
+    assert after != before, (
+        f"{recipe}: {key}={case.value} changes nothing in a run with {base}. Read the setting, refuse it where it has "
+        "no effect, or give it a row of CASES or OF_RECIPE in tests/settings/cases.py, with companions under which it "
+        "acts."
+    )
