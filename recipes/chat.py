@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lean_ft.data.image_prompts import image_part
+from lean_ft.data.images import image_part
 from lean_ft.generation import CallingTurn, converse, open_model
 from lean_ft.settings import AskConfig, ToolsConfig
 from lean_ft.system.log import show

@@ -138,7 +138,7 @@ class PromptMedium:
 
 def prompt_media() -> tuple[PromptMedium, ...]:
     """All media."""
-    from lean_ft.data.image_prompts import ImageMedium
+    from lean_ft.data.images import ImageMedium
 
     return (ImageMedium(),)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lean_ft.images.limits import difference, write_limit
 from lean_ft.images.rules import ImageRules
-from lean_ft.models.saving import PROCESSOR_FILES
+from lean_ft.models.vision.loading import PROCESSOR_FILES
 from lean_ft.peft.finished_models import template_kwargs
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.chat_template import with_defaults
