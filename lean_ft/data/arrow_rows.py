@@ -16,7 +16,6 @@ from lean_ft.data.parts import FEATURES, is_encoded
 from lean_ft.data.rows import Digest, Row, unpacked
 from lean_ft.data.splits import is_sliced, rows_of_split
 from lean_ft.data.text_files import EXPANDED_BYTES, MAX_EXPANSION, MAX_LINE_BYTES
-from lean_ft.images.forms import data_url
 from lean_ft.system.installation import install_command
 from lean_ft.system.whole_files import why_unusable
 
@@ -228,7 +227,13 @@ def json_lines(rows: Iterable[Any]) -> Iterator[bytes]:
     if hasattr(rows, "features"):  # a datasets.Dataset has dates, encoded files, and nulls for missing keys
         convert, rows = as_json, with_encoded_media(rows)
     for row in rows:
-        yield json.dumps(convert(row), ensure_ascii=False, allow_nan=False, default=data_url).encode() + b"\n"
+        yield json.dumps(convert(row), ensure_ascii=False, allow_nan=False, default=_as_data_url).encode() + b"\n"
+
+
+def _as_data_url(value: Any) -> str:
+    from lean_ft.images.reading import data_url  # here, since texts do not need Pillow
+
+    return data_url(value)
 
 
 def _value_as_json(value: Any, name: str) -> Any:

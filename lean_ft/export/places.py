@@ -14,8 +14,8 @@ from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model, stored_labels
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.own_families import check_own_families
-from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
+from lean_ft.models.vision.loading import PROCESSOR_FILES
 from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG

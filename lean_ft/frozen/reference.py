@@ -139,14 +139,14 @@ def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Callable[
 
 def choose_kind(cfg: AnswersConfig) -> tuple[str, str]:
     """Return the kind of reference, and the reason if the user did not choose it."""
-    asked, loss = cfg.reference.kind, cfg.needed(ReferencedLossConfig)
+    choice, loss = cfg.reference.kind, cfg.needed(ReferencedLossConfig)
     setting = f"loss.name={loss.name}" if isinstance(loss, PreferenceLossConfig) else "loss.kl_weight=0"
     if not loss.needs_reference:
         return "none", f", because {setting} uses no reference model"
-    if asked == "none":
-        return asked, ", zeros take the place of the reference's log-probabilities"
-    if asked != "auto":
-        return asked, ""
+    if choice == "none":
+        return choice, ", zeros take the place of the reference's log-probabilities"
+    if choice != "auto":
+        return choice, ""
     if cfg.group(GenerationConfig) is not None:
         return ("model" if cfg.lora is None else "adapter_off"), ""
     if cfg.lora is not None and cfg.epochs <= 1:
@@ -179,7 +179,7 @@ def _filled(
     For single completions the shape is (completions, 1), followed by the mismatched ones if the loss needs them.
     """
     ranks.check_same(facts_that_ranks_share(cfg, batches))  # before the first collective operation
-    columns = [one.layout.columns for one in (batches, held_out) if one is not None]
+    columns = [part.layout.columns for part in (batches, held_out) if part is not None]
     sides, objective = batches.layout.arrangement.sides, batches.layout.objective
     num_pairs = columns[0].num_in_all // sides
     data, loss = cfg.needed(AnswerDataConfig), cfg.needed(ReferencedLossConfig)
@@ -188,7 +188,7 @@ def _filled(
         assert isinstance(objective, Unpaired)
         num_pairs = objective.num_numbers(columns[0], num_epochs)
     settings = [cfg.model.dtype, *_settings_of_values(cfg, data, loss, model.device.type, num_epochs)]
-    key = hash_of(FORMAT, _weights_digest(model, ranks), [one.content() for one in columns], settings)
+    key = hash_of(FORMAT, _weights_digest(model, ranks), [part.content() for part in columns], settings)
     kept = torch.from_numpy(growing_array(cache_folder(data.cache_dir), f"reference-{key}", sides * num_pairs))
     kept = kept.view(-1, sides)  # memory-mapped: writes go to the file
     device = model.device
@@ -237,12 +237,12 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
         digest.update(repr(model.config.vision).encode())
     if own_row(model.source.config["model_type"]) is not None:  # the user may edit the row
         digest.update(repr(model.config).encode())
-    found: list[Tensor] = []  # int64
+    samples: list[Tensor] = []  # int64
     for name, module in base_modules(model):
-        for own, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+        for tensor_name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
             part = part_of(tensor)
             size = math.prod(part.shape)
-            digest.update(f"{name} {own} {tensor.dtype} {list(part.shape)}".encode())
+            digest.update(f"{name} {tensor_name} {tensor.dtype} {list(part.shape)}".encode())
             bits = part.values.flatten().view(_INTEGERS[tensor.element_size()])
             step = max(1, size // SAMPLED_VALUES)
             sampled = torch.zeros(-(-size // step) + 1, dtype=torch.int64, device=bits.device)
@@ -254,6 +254,6 @@ def _weights_digest(model: Decoder, ranks: Ranks) -> str:
                 run, stride = part.run or bits.numel(), part.stride or size
                 is_here = (place >= 0) & (place % stride < run) & (place // stride * run < bits.numel())
                 sampled[:-1][is_here] = bits[(place // stride * run + place % stride)[is_here]].to(torch.int64)
-            found.append(sampled)
-    digest.update(ranks.sum_shards(torch.cat(found)).cpu().numpy().tobytes())
+            samples.append(sampled)
+    digest.update(ranks.sum_shards(torch.cat(samples)).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -74,13 +74,13 @@ def token_scores(model: Decoder, sequences: Sequence[Asked], tokens_at_a_time: i
     """Return C scores at each token of each sequence, (T, C) on the CPU; see `score`."""
     if not all(len(ids) for ids in sequences):
         raise ValueError("a sequence without a token has no score.")
-    weight, found = model.output_weight.float(), dict[int, Tensor]()
+    weight, scores_by_row = model.output_weight.float(), dict[int, Tensor]()
     for rows in longest_first([len(ids) for ids in sequences], tokens_at_a_time):
         inputs = padded_inputs([as_document(sequences[i]) for i in rows], weight.device)
         hidden = model(**inputs, return_hidden=True)
         scores = (hidden.float() @ weight.T).cpu()
-        found.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))
-    return [found[i] for i in range(len(sequences))]
+        scores_by_row.update((i, scores[row][: len(sequences[i])]) for row, i in enumerate(rows))
+    return [scores_by_row[i] for i in range(len(sequences))]
 
 
 class JudgingModel:

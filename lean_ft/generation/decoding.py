@@ -139,15 +139,15 @@ def pack_for_generation(model: Decoder, new_tokens: int) -> None:
 def running_rows(
     prompts: Tensor | Sequence[Asked], sampling: Sampling, numbers: Sequence[int] | None
 ) -> list[RunningRow]:
-    asked = [as_document(prompt) for prompt in prompts]
-    for place, prompt in enumerate(asked):
+    documents = [as_document(prompt) for prompt in prompts]
+    for place, prompt in enumerate(documents):
         if not len(prompt):
             raise ValueError(f"prompt {place} is empty; expected at least one token, such as the tokenizer's bos_id.")
-    numbers = sample_numbers(asked) if numbers is None else numbers
-    keys = [RowKey(sampling.seed, _identity(prompt), number) for prompt, number in zip(asked, numbers, strict=True)]
+    numbers = sample_numbers(documents) if numbers is None else numbers
+    keys = [RowKey(sampling.seed, _identity(prompt), number) for prompt, number in zip(documents, numbers, strict=True)]
     return [
         RunningRow(place, prompt, key, Completion())
-        for place, (prompt, key) in enumerate(zip(asked, keys, strict=True))
+        for place, (prompt, key) in enumerate(zip(documents, keys, strict=True))
     ]
 
 

@@ -45,8 +45,8 @@ class ImagePart(ContentPart):
             return part
         image = {name: value for name, value in part.items() if name in KEYS}
         detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
-        others = {name: value for name, value in part.items() if name not in (*KEYS, "type", "detail")}
-        return {"type": "image_url", "image_url": {"url": as_url(image), **detail}, **others}
+        rest = {name: value for name, value in part.items() if name not in (*KEYS, "type", "detail")}
+        return {"type": "image_url", "image_url": {"url": as_url(image), **detail}, **rest}
 
     @classmethod
     def is_read_by(cls, tokenizer: Tokenizer) -> bool:

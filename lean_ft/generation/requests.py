@@ -125,12 +125,12 @@ class Message(RequestObject):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        may_be_empty = given.get("role") == "assistant" and ("content" in given or given.get("tool_calls"))
+    def _without_nulls(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        may_be_empty = message.get("role") == "assistant" and ("content" in message or message.get("tool_calls"))
         empty = {"content": []} if may_be_empty else {}
-        return empty | {name: value for name, value in given.items() if value is not None}
+        return empty | {name: value for name, value in message.items() if value is not None}
 
     @property
     def text(self) -> str:
@@ -235,25 +235,28 @@ class ChatRequest(RequestObject):
         texts += [call.function.arguments for message in self.messages for call in message.tool_calls or ()]
         return sum(map(len, texts)) + len(str(self.chat_template_kwargs or "")) + len(str(self.schemas))
 
-    def variables(self, known: Collection[str]) -> dict[str, Any]:
-        """Return the variables for the chat template. known: the names that the template mentions.
+    def variables(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the variables for the chat template. names: those that the template mentions.
 
         Raises Refused for a field that the template does not mention, or that contradicts chat_template_kwargs.
         """
-        given = dict(self.chat_template_kwargs or {})
+        variables = dict(self.chat_template_kwargs or {})
         for name in ("reasoning_effort", "enable_thinking"):
             if (value := getattr(self, name)) is None:
                 continue
-            if name not in known:
+            if name not in names:
                 reason = (
                     f"{name} is a variable of chat templates that this model's template does not mention. Remove it."
                 )
                 raise Refused(400, reason, "unsupported_parameter", name)
-            if given.setdefault(name, value) != value:
+            if variables.setdefault(name, value) != value:
                 raise Refused(
-                    400, f"{name} is {value!r}, and chat_template_kwargs sets {given[name]!r}. Remove one.", None, name
+                    400,
+                    f"{name} is {value!r}, and chat_template_kwargs sets {variables[name]!r}. Remove one.",
+                    None,
+                    name,
                 )
-        return given
+        return variables
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -275,8 +278,8 @@ class ChatRequest(RequestObject):
     def chat(self) -> list[dict[str, Any]]:
         """The messages for chat templates. Results get the names of their tools, which some templates write."""
         names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
-        given = [(names.get(message.tool_call_id or ""), message.for_template()) for message in self.messages]
-        return [{"name": name, **message} if name else message for name, message in given]
+        messages = [(names.get(message.tool_call_id or ""), message.for_template()) for message in self.messages]
+        return [{"name": name, **message} if name else message for name, message in messages]
 
     @property
     def attached(self) -> list[ContentPart]:
@@ -287,20 +290,20 @@ class ChatRequest(RequestObject):
     def read(cls, body: bytes) -> Self:
         """Read a request. Raises Refused with the problem, the value found and what is allowed."""
         try:
-            asked = from_json(body)
+            fields = from_json(body)
         except ValueError as error:
             raise Refused(400, f"the body is not JSON: {error}.") from None
-        if not isinstance(asked, dict):
-            raise Refused(400, f"expected a JSON object, found {kind(asked)}.")
-        asked = {
+        if not isinstance(fields, dict):
+            raise Refused(400, f"expected a JSON object, found {kind(fields)}.")
+        fields = {
             name: value
-            for name, value in asked.items()
+            for name, value in fields.items()
             if value is not None and name not in _IGNORED.split() and value not in _NO_EFFECT.get(name, ())
         }
-        if name := next((name for name in asked if name in _NO_EFFECT.keys() - cls.model_fields.keys()), None):
+        if name := next((name for name in fields if name in _NO_EFFECT.keys() - cls.model_fields.keys()), None):
             raise Refused(400, f"{name} is not supported. Remove it.", "unsupported_parameter", name)
         try:
-            return cls.model_validate(asked)
+            return cls.model_validate(fields)
         except ValidationError as error:
             raise _refusal(error) from None
 
@@ -309,8 +312,8 @@ def _in_words(path: str) -> str:
     """Return `messages.0.content` as `message 1, content`: errors count messages and other items from 1."""
     names = {"messages": "message", "tools": "tool", "tool_calls": "tool call", "content": "content part"}
 
-    def counted(found: re.Match[str]) -> str:
-        return f"{names.get(found[1], found[1])} {int(found[2]) + 1}{found[3] and ', '}"
+    def counted(match: re.Match[str]) -> str:
+        return f"{names.get(match[1], match[1])} {int(match[2]) + 1}{match[3] and ', '}"
 
     return re.sub(r"(\w+)\.(\d+)(\.|$)", counted, path)
 

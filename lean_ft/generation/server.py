@@ -153,8 +153,8 @@ class ChatServer:
         return answer
 
     def _check_caller(self, request: Request) -> None:
-        given = re.sub("^bearer +", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE)
-        if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
+        token = re.sub("^bearer +", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE)
+        if self.token is not None and not hmac.compare_digest(token.encode(), self.token.encode()):
             raise Refused(401, "the API key is missing or wrong.", "invalid_api_key")
         if self.token is None and not _is_loopback(_host_of(request)):
             raise Refused(403, "a server without a token only accepts requests to a loopback address.")
@@ -177,18 +177,18 @@ class ChatServer:
         if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "expected Content-Type: application/json.")
         try:
-            asked = ChatRequest.read(await asyncio.wait_for(_body(request, self._most_body_bytes), BODY_SECONDS))
+            chat = ChatRequest.read(await asyncio.wait_for(_body(request, self._most_body_bytes), BODY_SECONDS))
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {BODY_SECONDS} s.") from None
-        if asked.model not in (None, self.name):
-            raise self._no_model(str(asked.model))
-        prompt, how, turn = await asyncio.to_thread(self._prompt_of, asked)
+        if chat.model not in (None, self.name):
+            raise self._no_model(str(chat.model))
+        prompt, how, turn = await asyncio.to_thread(self._prompt_of, chat)
         answer = _Answer(self.model, self.tokenizer, prompt, how, turn)
         self._turns.add(answer)
         watch = asyncio.create_task(answer.end_without(request))
         pieces = self._logged(request, answer, watch)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
-        if not asked.stream:
+        if not chat.stream:
             text = "".join([piece async for piece in pieces])
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if calls := answer.turn.tool_calls:
@@ -196,7 +196,7 @@ class ChatServer:
             choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
             body = {**head, "object": "chat.completion", "choices": [choice], "usage": answer.usage}
             return JSONResponse(body)
-        with_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+        with_usage = chat.stream_options is not None and bool(chat.stream_options.include_usage)
         events = _events(request, answer, pieces, {**head, "object": "chat.completion.chunk"}, with_usage)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
@@ -440,9 +440,9 @@ def _client(request: Request) -> str:
 
 def _host_of(request: Request) -> str:
     """Return the name or address in the Host header, or an empty text if it is anything but HOST or HOST:PORT."""
-    given = request.headers.get("Host", "").lower()
-    found = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]*)?", given)
-    return (found[1] or found[2]) if found else ""
+    header = request.headers.get("Host", "").lower()
+    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9.-]+))(?::[0-9]*)?", header)
+    return (match[1] or match[2]) if match else ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -56,24 +56,24 @@ def open_model(
     """
     if not isinstance(path, AskedModelConfig):
         path = AskedModelConfig.model_validate({}).model_copy(update={"path": str(path)})
-    asked = path.model_copy(update={**settings})
-    use_family(asked.family)
+    opened = path.model_copy(update={**settings})
+    use_family(opened.family)
     adapters = [find_finished(one, quick=True) for one in ([adapter] if isinstance(adapter, str | Path) else adapter)]
-    if asked.path == "auto" and not adapters:
+    if opened.path == "auto" and not adapters:
         raise ValueError("no model is set. Set model.path, or adapter to use the adapter's base model.")
-    weights = not asked.random_init
-    folder = adapters[0] if asked.path == "auto" else find_finished(asked.path, quick=True, weights=weights)
+    weights = not opened.random_init
+    folder = adapters[0] if opened.path == "auto" else find_finished(opened.path, quick=True, weights=weights)
     if is_adapter(folder):
-        adapters = adapters if asked.path == "auto" else [folder, *adapters]
+        adapters = adapters if opened.path == "auto" else [folder, *adapters]
         folder = find_finished(find_base(folder), quick=True)
-    where, dtype = resolve_device(device), torch_dtype(asked.dtype)
+    where, dtype = resolve_device(device), torch_dtype(opened.dtype)
     check_dtype(str(dtype).removeprefix("torch."), where)
     if weights and is_quantized(folder):
         model = _open_quantized(folder, dtype, where, has_adapters=bool(adapters))
     else:
-        asked = asked.model_copy(update={"path": str(folder)})
-        model = load_model(asked, where, dtype=dtype, new_ids=ids_of_rows(*adapters))
-    check_own_families(asked.family)
+        opened = opened.model_copy(update={"path": str(folder)})
+        model = load_model(opened, where, dtype=dtype, new_ids=ids_of_rows(*adapters))
+    check_own_families(opened.family)
     if adapters:
         load_adapter(model, *adapters)
     pack_for_generation(model, new_tokens)
@@ -106,11 +106,11 @@ def answers(
 
     Samples do not depend on the batches: equal prompts are numbered across all batches.
     """
-    how, asked = asked_of(model, tokenizer, prompts, chat, sampling, folder)
-    numbers = sample_numbers(asked)
-    for start in range(0, len(asked), batch_size):
+    how, documents = asked_of(model, tokenizer, prompts, chat, sampling, folder)
+    numbers = sample_numbers(documents)
+    for start in range(0, len(documents), batch_size):
         some = slice(start, start + batch_size)
-        for answer in sample(model, asked[some], how, numbers=numbers[some], decode=tokenizer.decode):
+        for answer in sample(model, documents[some], how, numbers=numbers[some], decode=tokenizer.decode):
             yield before_stop(tokenizer.decode(answer.ids, skip_special_tokens=True), how.stop_texts)
 
 
@@ -156,8 +156,8 @@ def stream(
 ) -> Iterator[str]:
     """Yield the text of `generate` in pieces. Incomplete characters and possible beginnings of a stop text are held
     back."""
-    how, asked = asked_of(model, tokenizer, [prompt], chat, sampling)
-    tokens = (token for (token,) in sample_steps(model, asked, how, tokenizer.decode))
+    how, documents = asked_of(model, tokenizer, [prompt], chat, sampling)
+    tokens = (token for (token,) in sample_steps(model, documents, how, tokenizer.decode))
     return (text for text in text_of(tokenizer, tokens, how.stop_texts) if text)
 
 
@@ -236,13 +236,14 @@ def asked_of(
     stop_texts, kwargs = tuple(settings.pop("stop", ())), settings.pop("chat_template_kwargs", None) or {}
     tokenizer.check_template_kwargs(kwargs, tokenizer.template_names if chat else ())
     sampling = Sampling(**settings, stop_texts=stop_texts, stop_ids=stop_ids(model, tokenizer))
-    context, asked = context_length(model.source.config), list[Document]()
+    context, documents = context_length(model.source.config), list[Document]()
     for number, prompt in enumerate(prompts, start=1):
-        asked.append(prompt_document(prompt, tokenizer, chat, kwargs, folder))
-        if context is not None and len(asked[-1]) >= context:
+        document = prompt_document(prompt, tokenizer, chat, kwargs, folder)
+        documents.append(document)
+        if context is not None and len(document) >= context:
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             raise PromptTooLong(
-                f"{which} has {len(asked[-1]):,} tokens, which leaves no room in the model's context of {context:,} "
+                f"{which} has {len(document):,} tokens, which leaves no room in the model's context of {context:,} "
                 "tokens. Shorten it."
             )
-    return sampling, asked
+    return sampling, documents

@@ -9,7 +9,6 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 1 << 27  # of an encoded image; Pillow reads a WebP file and the tags of a TIFF file whole to learn its size
@@ -46,17 +45,6 @@ def as_url(value: Any) -> str:
     if not is_data_url(value) and (key in _ENCODED or is_base64(value)):
         return f"data:;base64,{value}"
     return value
-
-
-def data_url(value: Any) -> str:
-    """The data URL of the encoded bytes of an image, or of an image of Pillow, for rows as JSON. Raises TypeError for
-    other values, as `json.dumps` does."""
-    if not isinstance(value, bytes) and not hasattr(value, "getexif"):
-        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    from lean_ft.images.reading import reference  # here, since it imports Pillow and this module
-
-    encoded = reference(value, Path()).removeprefix(b"data:")
-    return f"data:image;base64,{base64.b64encode(encoded).decode()}"
 
 
 def _unwrapped(value: Any) -> tuple[str | None, Any]:

@@ -62,6 +62,15 @@ def reference(value: Any, folder: Path) -> bytes:
     return b"file:%d:%d:%s" % (status.st_size, status.st_mtime_ns, os.fsencode(path))
 
 
+def data_url(value: Any) -> str:
+    """The data URL of the encoded bytes of an image, or of an image of Pillow, for rows as JSON. Raises TypeError for
+    other values, as `json.dumps` does."""
+    if not isinstance(value, bytes) and not hasattr(value, "getexif"):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    encoded = reference(value, Path()).removeprefix(b"data:")
+    return f"data:image;base64,{base64.b64encode(encoded).decode()}"
+
+
 def open_image(reference: bytes, rules: ImageRules | None = None) -> Image.Image:
     """Open an image without decoding it. Close it, or use it as a context manager.
 

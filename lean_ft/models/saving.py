@@ -20,11 +20,10 @@ from lean_ft.models.new_model import empty_decoder
 from lean_ft.models.safetensors_file import write_file
 from lean_ft.models.source import parts_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, WEIGHTS_INDEX, first_few, stored_tensors
+from lean_ft.models.vision.loading import PROCESSOR_FILES
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import read_json, write_json, write_whole
-
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def save_model(

@@ -66,13 +66,13 @@ class Outlook:
         return self.room_bytes is None or max(self.peak_bytes, self.reserved_bytes) <= self.room_bytes
 
     def __str__(self) -> str:
-        own = f" plus {gibibytes(self.process_bytes)} of the process itself" if self.process_bytes else ""
+        process = f" plus {gibibytes(self.process_bytes)} of the process itself" if self.process_bytes else ""
         room = "" if self.room_bytes is None else f"; {gibibytes(self.room_bytes)} free on {self.device}"
         if not self.where:
-            return f"peak memory below {gibibytes(self.peak_bytes)}{own}{room}"
+            return f"peak memory below {gibibytes(self.peak_bytes)}{process}{room}"
         reserved = f" ({gibibytes(self.reserved_bytes)} reserved)" if self.reserved_bytes > self.peak_bytes else ""
         pinned = f"; {gibibytes(self.pinned_bytes)} of pinned host memory" if self.pinned_bytes else ""
-        return f"peak memory {gibibytes(self.peak_bytes)}{reserved}{own}, reached in: {self.where}{pinned}{room}"
+        return f"peak memory {gibibytes(self.peak_bytes)}{reserved}{process}, reached in: {self.where}{pinned}{room}"
 
     @property
     def advice(self) -> str | None:
@@ -106,15 +106,15 @@ def foresee(recipe: ModuleType, cfg: RecipeConfig) -> Outlook | None:
         outlook = bound_is_enough(cfg)
     except ValueError:
         return None
-    if outlook is None and (cfg := as_long_as_its_data(given := cfg)) is not given:
+    if outlook is None and (cfg := as_long_as_its_data(settings := cfg)) is not settings:
         outlook = bound_is_enough(cfg)
     if outlook is not None:
         return outlook
 
-    found = _rehearse_apart(recipe, cfg, device, room_bytes)
-    if found is None:
+    facts = _rehearse_apart(recipe, cfg, device, room_bytes)
+    if facts is None:
         return None
-    return Outlook(**found, room_bytes=room_bytes, device=device.name, process_bytes=process_bytes)
+    return Outlook(**facts, room_bytes=room_bytes, device=device.name, process_bytes=process_bytes)
 
 
 def as_long_as_its_data(cfg: RecipeConfig) -> RecipeConfig:
@@ -273,16 +273,16 @@ def _facts(
 ) -> dict[str, Any]:
     from lean_ft.plan.search import with_overrides
 
-    found = rehearse(recipe, cfg, device)
+    rehearsal = rehearse(recipe, cfg, device)
     names = ("peak_bytes", "pinned_bytes", "reserved_bytes")
-    facts = {"where": found.peak.where} | {name: getattr(found, name) for name in names}
-    if room_bytes is None or found.reserved_bytes > room_bytes / 2:
+    facts = {"where": rehearsal.peak.where} | {name: getattr(rehearsal, name) for name in names}
+    if room_bytes is None or rehearsal.reserved_bytes > room_bytes / 2:
         return facts
-    if not _recomputes(cfg) or found.planning_seconds > _PATIENCE_SECONDS / 4:
+    if not _recomputes(cfg) or rehearsal.planning_seconds > _PATIENCE_SECONDS / 4:
         return facts
     try:
         faster = rehearse(recipe, with_overrides(cfg, {_FASTER: "none"}), device)
     except ValueError:  # another setting needs checkpointing
         return facts
-    fits = faster.reserved_bytes < 0.9 * room_bytes and faster.step_seconds < found.step_seconds
+    fits = faster.reserved_bytes < 0.9 * room_bytes and faster.step_seconds < rehearsal.step_seconds
     return facts | ({"faster_peak_bytes": faster.peak_bytes} if fits else {})

@@ -19,8 +19,8 @@ from lean_ft.settings import OnlineConfig
 
 def rehearse_round(rounds: Rounds, cfg: OnlineConfig, answer: Callable[[list[Prompt], int], Any]) -> None:
     """Sample for as many different prompts as a real round, up to the first turns of episodes."""
-    asked = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
-    prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), kinds=rounds.kinds)) for ids in asked)
+    ids_of_prompts = ([i] * cfg.data.max_prompt_length for i in range(rounds.num_prompts))
+    prompts = (Prompt(ids, "", {}, "", replace(Document.of(ids), kinds=rounds.kinds)) for ids in ids_of_prompts)
     first_turns = answer.first_turns if isinstance(answer, Sampler) else answer
     first_turns([prompt for prompt in prompts for _ in range(cfg.generation.num_answers)], 0)
 

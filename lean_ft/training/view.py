@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_ft.models.saving import PROCESSOR_FILES
+from lean_ft.models.vision.loading import PROCESSOR_FILES
 from lean_ft.peft.finished_models import template_kwargs
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.chat_template import with_defaults

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from lean_ft.images.rules import image_rules
-from lean_ft.models.saving import PROCESSOR_FILES
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.system.whole_files import read_json
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 class TowerOptions(TypedDict, total=False):
