@@ -18,7 +18,7 @@ Shapes: E experts, O outputs, I inputs.
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.models.layers import is_on_cuda
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
 from lean_ft.system.shards import part_of, whole_numel
 
@@ -277,9 +278,13 @@ class FrozenLinear(nn.Linear):
         return _FrozenProduct.apply(x.to(product_dtype(x)), self.bias, form, *tensors)
 
 
+class _FrozenContext(AutogradContext[*tuple[Tensor, ...]]):  # the weight as it is stored
+    form: Form
+
+
 class _FrozenProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, form: Form, *tensors: Tensor) -> Tensor:
+    def forward(ctx: _FrozenContext, x: Tensor, bias: Tensor | None, form: Form, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.form = form
         if form.in_float8:
@@ -287,7 +292,7 @@ class _FrozenProduct(torch.autograd.Function):
         return F.linear(x, Frozen(form, tensors).whole(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _FrozenContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         tensors = ctx.saved_tensors  # read once, because checkpointing refuses a second access
         frozen, ignored = Frozen(ctx.form, tensors), (None for _ in tensors)

@@ -25,13 +25,22 @@ from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import TENSORS, Form, Frozen
 from lean_ft.models.grouped_matmul import HAS_TRITON, add_grouped_matmul, grouped_matmul, grouped_outer
 from lean_ft.models.layers import ACTIVATIONS, is_on_cuda
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
+
+
+class _MixContext(
+    # tokens, weights, chosen, order, ends, factors, gate_up_bias, and the tensors of both stacks
+    AutogradContext[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor | None, ...]]
+):
+    config: MixtureConfig
+    forms: tuple[Form, Form]
 
 
 class MixedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _MixContext,
         tokens: Tensor,  # (N, D)
         weights: Tensor,  # (N, K)
         chosen: Tensor,  # (N, K)
@@ -57,7 +66,7 @@ class MixedExperts(torch.autograd.Function):
         return _sum_of_choices(down.product(inner, ends), order, config)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _MixContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors = ctx.saved_tensors
         config, trains = ctx.config, ctx.needs_input_grad
@@ -97,7 +106,7 @@ class MixedExperts(torch.autograd.Function):
             grads_gate_up = gate_up.gradients(rows, grad_factors, thin, ends, trains=trains[8])
             del rows
         grad_bias = grad_tokens = None
-        if trains[3]:
+        if gate_up_bias is not None and trains[3]:
             experts = torch.arange(config.num_experts, device=chosen.device)[:, None]
             is_of_expert = (chosen.flatten()[order] == experts).to(grad_factors.dtype)  # (E, M)
             grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)

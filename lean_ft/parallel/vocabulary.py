@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lean_ft.losses.chunked_softmax import (
     NUM_PART_COLUMNS,
@@ -38,6 +39,7 @@ from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL
 from lean_ft.models import Decoder
 from lean_ft.parallel.ranks import REPLICATE, SHARD, ManyRanks
 from lean_ft.settings import ParallelConfig
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.world import in_chunks
 
 LOOKED_UP_TOKENS = 4096  # tokens of all ranks per exchange of embedding rows
@@ -84,7 +86,7 @@ def why_gathered(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: 
 class CutVocabulary:
     """A model's embedding and output layer, sharded by rows over `mesh`; replaces the embedding's forward."""
 
-    def __init__(self, model: Decoder, ranks: ManyRanks, mesh: Any) -> None:
+    def __init__(self, model: Decoder, ranks: ManyRanks, mesh: DeviceMesh) -> None:
         self.ranks, self.group, self.size = ranks, ranks.mesh.get_group(SHARD), ranks.num_shards
         self.copies = ranks.mesh.get_group(REPLICATE) if ranks.mesh[REPLICATE].size() > 1 else None
         self.vocab_size = model.config.vocab_size
@@ -98,7 +100,7 @@ class CutVocabulary:
         model.tied_output_weight = None
         model.sharding.vocabulary = self
 
-    def _keep_own_rows(self, module: nn.Module, mesh: Any) -> nn.Parameter:
+    def _keep_own_rows(self, module: nn.Module, mesh: DeviceMesh) -> nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         whole: nn.Parameter = module.weight  # type: ignore[assignment]
@@ -192,12 +194,21 @@ def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
     return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
 
 
+class _LookUpContext(AutogradContext[Tensor]):  # ids
+    cut: CutVocabulary
+    most: int
+    shape: torch.Size  # of the weight, as its dtype
+    dtype: torch.dtype
+
+
 class _LookUp(torch.autograd.Function):
     """Returns the embedding rows of this rank's ids and the rank's part of the weight, for a tied output layer's
     gradient."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, cut: CutVocabulary, most: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: _LookUpContext, ids: Tensor, weight: Tensor, cut: CutVocabulary, most: int
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.cut, ctx.most, ctx.shape, ctx.dtype = cut, most, weight.shape, weight.dtype
         ctx.set_materialize_grads(False)
@@ -209,7 +220,7 @@ class _LookUp(torch.autograd.Function):
         return rows, weight.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: _LookUpContext, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
         grad_rows, gradient = grad_outputs
         if grad_rows is None:
@@ -225,7 +236,7 @@ class _LookUp(torch.autograd.Function):
         return None, ctx.cut.sum_copies(gradient), None, None
 
 
-def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Any:
+def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Iterator[tuple[slice, Tensor]]:
     """Each chunk's slice of this rank's ids (N,) and the ids of all ranks; the number of chunks is equal on all
     ranks."""
     length = max(1, LOOKED_UP_TOKENS // cut.size)

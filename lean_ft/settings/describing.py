@@ -13,8 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import ComputedField, DataclassField, ModelField, TypedDictField
 
 from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
 
 Schema = dict[str, Any]  # JSON schema of a setting or a group
@@ -30,7 +32,9 @@ COMMON = [
 class _PresetSchema(GenerateJsonSchema):
     """Marks no field as required, because the command line may set it, and includes defaults from factories."""
 
-    def field_is_required(self, field: Any, total: bool) -> bool:
+    def field_is_required(
+        self, field: ModelField | DataclassField | TypedDictField | ComputedField, total: bool
+    ) -> bool:
         return False
 
     def default_schema(self, schema: Any) -> Schema:
@@ -145,11 +149,11 @@ def all_settings(config_class: type[BaseModel]) -> dict[str, Setting]:
     schema = config_schema(config_class)
     definitions, settings = schema.get("$defs", {}), {}
 
-    def follow(part: Any) -> None:  # replaces each `$ref` by its definition
+    def follow(part: JSON) -> None:  # replaces each `$ref` by its definition
         for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
             follow(inner)
-        if isinstance(part, dict) and "$ref" in part:
-            part |= {**definitions[part.pop("$ref").rpartition("/")[2]], **part}
+        if isinstance(part, dict) and isinstance(reference := part.pop("$ref", None), str):
+            part |= {**definitions[reference.rpartition("/")[2]], **part}
 
     def add(above: Schema, prefix: str, instance: Schema, is_required: bool) -> None:
         for name, schema in above["properties"].items():

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from lean_ft.settings.describing import Setting
 from lean_ft.settings.other_tools import (
@@ -19,10 +18,11 @@ from lean_ft.settings.other_tools import (
     tools,
 )
 from lean_ft.settings.strict_yaml import Plain, as_text
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
 
 
-def hint_for_name(name: str, value: Any, settings: Mapping[str, Setting]) -> str:
+def hint_for_name(name: str, value: JSON, settings: Mapping[str, Setting]) -> str:
     """Return the end of a message for a name that is no setting: what replaces it, or the nearest name; empty for
     neither."""
     found, sentence = replacement(name, as_text(value), settings)
@@ -31,7 +31,7 @@ def hint_for_name(name: str, value: Any, settings: Mapping[str, Setting]) -> str
     return did_you_mean(name, (setting.key for setting in settings.values() if setting.group is None))
 
 
-def hint_for_value(setting: Setting, value: Any, settings: Mapping[str, Setting]) -> str:
+def hint_for_value(setting: Setting, value: JSON, settings: Mapping[str, Setting]) -> str:
     """Return the end of a message for a value that its setting refuses, in the same way."""
     text, expected = as_text(value), re.split(r" \| | or ", setting.type)
     found, sentence = value_replacement(setting.key, text)
