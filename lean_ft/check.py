@@ -400,7 +400,7 @@ def _row(check: str, compared: str, result: str, allowed: str, passed: bool) -> 
     return check, compared, result.strip(), allowed, "ok" if passed else "DIFFERS"
 
 
-def _or_refused(render: Callable[..., Any], chat: Any, **settings: Any) -> Any:
+def _or_refused(render: Callable[..., Any], chat: object, **settings: object) -> Any:
     try:
         return render(chat, **settings)
     except Exception:  # the two sides raise different errors

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lean_ft.plan.search import Candidate
 
 
-def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Any:
+def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: object) -> Any:
     """Run a recipe, by name or path, with a preset and settings.
 
     Returns the run directory of a training recipe (Path). `evaluate` returns its results (dict, as in evaluation.json),
@@ -57,7 +57,7 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
         PASSED.update(known)
 
 
-def evaluate(source: str | Path, /, **settings: Any) -> dict[str, Any]:
+def evaluate(source: str | Path, /, **settings: object) -> dict[str, Any]:
     """Evaluate a run, a checkpoint or another model with the settings of `leanft run evaluate`: `data`, `tasks`, ...
 
     Returns `{"answers": {"exact_match", "num_right", "num_questions"}, "tasks": {task: {metric: value}}}`, each if
@@ -82,7 +82,7 @@ def plan_run(
     *,
     device_name: str | None = None,
     budget: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Plan:
     """Predict the memory and the time of a run on one device, as `leanft plan` does, with the arguments of `run`.
 

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,7 +149,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
 
 
 @lru_cache(maxsize=1)
-def _kinds(gguf: Any) -> dict[int, tuple[str, int, int]]:
+def _kinds(gguf: ModuleType) -> dict[int, tuple[str, int, int]]:
     """Each kind's name, and the numbers and bytes of its blocks; no numbers in a kind that cannot be dequantized."""
     found = {}
     for kind in gguf.GGMLQuantizationType:

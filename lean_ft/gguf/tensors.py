@@ -70,13 +70,17 @@ def _check_metadata(facts: Facts, own: Mapping[str, Any], read: list[str]) -> No
             raise ValueError(f"{facts.file}: {key} is {facts.values[key]}; expected {own[key]}. {USE_FOLDER}")
 
 
-def _is_same(found: Any, own: Any, num_layers: int) -> bool:
-    if isinstance(found, list) or isinstance(own, list):  # a file also counts the layers that draft tokens
-        found, own = (one[:num_layers] if isinstance(one, list) else [one] * num_layers for one in (found, own))
-        return len(found) == len(own) and all(_is_same(*pair, num_layers) for pair in zip(found, own, strict=True))
-    if isinstance(found, int | float) and isinstance(own, int | float):
-        return math.isclose(found, own, rel_tol=1e-4)
-    return found == own
+def _is_same(stored: object, expected: object, num_layers: int) -> bool:
+    if isinstance(stored, list) or isinstance(expected, list):  # a file also counts the layers that draft tokens
+        each, each_expected = (
+            value[:num_layers] if isinstance(value, list) else [value] * num_layers for value in (stored, expected)
+        )
+        return len(each) == len(each_expected) and all(
+            _is_same(*pair, num_layers) for pair in zip(each, each_expected, strict=True)
+        )
+    if isinstance(stored, int | float) and isinstance(expected, int | float):
+        return math.isclose(stored, expected, rel_tol=1e-4)
+    return stored == expected
 
 
 def _check_tensors(facts: Facts, model: "Decoder", family: GGUFFamily) -> None:

@@ -304,7 +304,7 @@ describe_part = partial(work_of, _describe_part)
 gradient = partial(work_of, _write_gradient)
 
 
-def _in_blocks(function: Callable[..., None], terms: Any, softcap: float | None) -> Work:
+def _in_blocks(function: Callable[..., None], terms: Capped, softcap: float | None) -> Work:
     """Return the uncompiled pass, which processes a few rows at a time to keep the float32 copies small."""
 
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
@@ -329,7 +329,7 @@ def _compiled_cap(softcap: float) -> Work:
 
 
 @cache
-def _compiled(function: Callable[..., None], terms: Any, softcap: float | None) -> Work:
+def _compiled(function: Callable[..., None], terms: Capped, softcap: float | None) -> Work:
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
         function(terms, logits, *of_tokens)
 

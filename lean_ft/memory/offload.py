@@ -38,7 +38,7 @@ def offload_to(model: nn.Module, link: HostLink) -> "Offloaded":
     offloaded = Offloaded(link, model)
     forward = model.forward  # bound; another technique may have edited it
 
-    def offloading(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def offloading(_: nn.Module, *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         offloaded.begin()

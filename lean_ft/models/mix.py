@@ -28,6 +28,9 @@ from lean_ft.models.layers import ACTIVATIONS, is_on_cuda
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
 
+Formula = tuple[str, bool, bool, float, float, float | None, bool]  # the last arguments of `grouped_activation`
+ActivationArguments = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, bool, *Formula]
+
 
 class _MixContext(
     # tokens, weights, chosen, order, ends, factors, gate_up_bias, and the tensors of both stacks
@@ -227,13 +230,13 @@ def _is_fused(factors: Tensor) -> bool:
     return is_on_cuda(factors) and factors.dtype != torch.float64 and (HAS_TRITON or not factors.is_cuda)
 
 
-def _formula(config: MixtureConfig) -> tuple[Any, ...]:
+def _formula(config: MixtureConfig) -> Formula:
     """The last arguments of `grouped_activation`."""
     limits = config.gate_scale, config.up_offset, config.limit
     return config.activation, config.gated, config.gates_interleaved, *limits, config.scales_input
 
 
-def _results(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _results(*arguments: *ActivationArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The empty results of `grouped_activation`."""
     factors, row_weights, _, _, grad_inner, needs_inner, _, gated, *_ = arguments
     num_rows, width = factors.shape
@@ -249,7 +252,7 @@ def _results(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     "str activation, bool gated, bool interleaved, float gate_scale, float up_offset, float? limit, bool scales_input) "
     "-> (Tensor, Tensor, Tensor)",
 )
-def grouped_activation(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def grouped_activation(*arguments: *ActivationArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted activation (M, I), and from its gradient those of the factors (M, 2 * I) and of the row weights
     (M,).
 

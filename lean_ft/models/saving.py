@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,13 @@ from lean_ft.models.new_model import empty_decoder
 from lean_ft.models.safetensors_file import write_file
 from lean_ft.models.source import parts_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, WEIGHTS_INDEX, first_few, stored_tensors
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import read_json, write_json, write_whole
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -91,7 +95,7 @@ def check_parameters(model: Decoder) -> None:
         )
 
 
-def write_configs(model: Decoder, folder: Path, drafts: bool = False, **more: Any) -> None:
+def write_configs(model: Decoder, folder: Path, drafts: bool = False, **more: JSON) -> None:
     """Write config.json with the model's dtype and the fields `more`, and the loaded generation_config.json. Without
     `drafts`, the folder has no drafting layers."""
     config = model.source.config if drafts else without_drafting(model.source.config)
@@ -107,7 +111,7 @@ def _write_generation_config(model: Decoder, folder: Path) -> None:
             temporary.write_bytes(model.source.generation_config)
 
 
-def _write_index(folder: Path, split: Any) -> None:
+def _write_index(folder: Path, split: "StateDictSplit") -> None:
     """Write the index, and remove weight files of an earlier save."""
     current = set(split.filename_to_tensors)
     if split.is_sharded:
@@ -162,7 +166,7 @@ def _with_drafting(
     return {**parts, **places}, found
 
 
-def _check_apart(model: Decoder, folder: Path, split: Any, copied: Mapping[str, Readable]) -> None:
+def _check_apart(model: Decoder, folder: Path, split: "StateDictSplit", copied: Mapping[str, Readable]) -> None:
     """Raise ValueError if saving would replace a file before tensors are copied from it."""
     source = model.source
     if not copied or not split.is_sharded or source.folder is None:

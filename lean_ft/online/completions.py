@@ -14,6 +14,7 @@ from lean_ft.data.completions import TOKEN_VALUES
 from lean_ft.generation import Completion
 from lean_ft.losses import deviation, generalized_advantages
 from lean_ft.online.episodes import Episode
+from lean_ft.system.foreign_values import JSON
 
 
 @dataclass
@@ -87,10 +88,10 @@ class Rollout(Completion):
         self.advantages = zeros.masked_scatter(sampled, above[0]).tolist()
         self.returns = zeros.masked_scatter(sampled, returns[0]).tolist()
 
-    def shown(self, asked: Any, columns: Iterable[str]) -> dict[str, Any]:
+    def shown(self, prompt: JSON, columns: Iterable[str]) -> dict[str, Any]:
         """The line of samples.jsonl, with these columns of `log_extra`."""
         row = {
-            "prompt": asked,
+            "prompt": prompt,
             "answer": self.text,
             "reward": self.reward,
             "rewards": self.rewards,

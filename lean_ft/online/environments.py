@@ -29,6 +29,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from lean_ft.settings import ToolsConfig
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.user_code import (
     Caller,
@@ -202,7 +203,7 @@ class Environment:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"state_dict returned a value that JSON cannot hold: {error}") from None
 
-    def load_state(self, number: int, state: Any) -> None:
+    def load_state(self, number: int, state: JSON) -> None:
         self._call(number, "load_state_dict", state)
 
     def _call(self, number: int, method: str | Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
@@ -228,17 +229,17 @@ class Environment:
                 return action
         raise ValueError(f"this is no action. Actions: {space}.")
 
-    def _beginning(self, found: Any) -> Any:
+    def _beginning(self, found: JSON) -> JSON:
         """Check what `reset` returned. Return a text, messages or None."""
         if found is None or isinstance(found, str):
             return found if found is None else self._text(found, "reset")
-        messages = as_json(found, "reset")
+        messages: JSON = as_json(found, "reset")
         messages = [messages] if isinstance(messages, dict) else messages
         if not isinstance(messages, list):
             raise ValueError(f"reset returned a {type(found).__name__}; expected a text, messages or None")
         for message in messages:
-            if isinstance(message, dict) and isinstance(message.get("content"), str):
-                message["content"] = self._text(message["content"], "reset")
+            if isinstance(message, dict) and isinstance(content := message.get("content"), str):
+                message["content"] = self._text(content, "reset")
         return messages
 
     def _written(self, number: int, seen: Any, what: str) -> str:
@@ -262,21 +263,21 @@ class Environment:
         return cut(text, most)
 
 
-def _parts(found: Any, number: int, what: str, expected: str) -> Sequence[Any]:
+def _parts(found: object, number: int, what: str, expected: str) -> Sequence[Any]:
     if isinstance(found, tuple | list) and len(found) == number:
         return found
     came = f"{len(found)} values" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
     raise ValueError(f"{what} returned {came}; expected {expected}")
 
 
-def _reward(value: Any, what: str) -> float | None:
+def _reward(value: object, what: str) -> float | None:
     try:
         return finite_number(value)
     except ValueError as error:
         raise ValueError(f"{what} returned the reward {error}") from None
 
 
-def _flag(done: Any) -> bool:
+def _flag(done: object) -> bool:
     if isinstance(done, str | bytes):
         raise ValueError(f"step returned {done!r:.80} for whether the episode is over; expected true or false")
     return bool(done)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
@@ -141,8 +142,6 @@ class ManyRanks(Ranks):
         shape = (self.size // self.num_shards, self.num_shards)
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
         self.device, self.shard = device, self.mesh.get_local_rank(SHARD)
-        self._hosts: Any
-        self._hosts_beside: Any
         self._hosts, self._hosts_beside = (
             dist.new_group(backend=self.hosts_backend, timeout=timeout) for _ in range(2)
         )
@@ -259,9 +258,9 @@ class ManyRanks(Ranks):
         """Read how many of `num_rows` rows go to each rank and come from it, (2, n). The host waits for the device."""
         return counts.tolist()
 
-    def gather_no_more(self, model: Any) -> None:
+    def gather_no_more(self, model: nn.Module) -> None:
         for module in model.modules():
-            if hasattr(module, "reshard"):
+            if isinstance(module, FSDPModule):
                 module.reshard()
 
 

@@ -7,7 +7,7 @@ change the result is refused by name. Only safetensors are read, because a pickl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from lean_ft.peft.layers import AdapterShape
 from lean_ft.peft.lora import SCORE
 from lean_ft.peft.name_patterns import NamePatterns
 from lean_ft.peft.new_rows import ENDING
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.whole_files import read_json
 
 if TYPE_CHECKING:
@@ -189,22 +190,24 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_ALPHA
 
 
-def _alphas(patterns: Any, file: Path) -> NamePatterns[float]:
+def _alphas(patterns: JSON, file: Path) -> NamePatterns[float]:
     """The alphas of `alpha_pattern`, by patterns of layers' names."""
     if not isinstance(patterns, dict):
         raise ValueError(f"{file}: alpha_pattern is {patterns!r:.40}; expected an object of patterns and alphas.")
+    alphas = dict[str, float]()
     for pattern, alpha in patterns.items():
         if not _is_positive(alpha):
             raise ValueError(
                 f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number of at most "
                 f"{MAX_ALPHA:.0e} for a regular expression of layers' names."
             )
+        alphas[pattern] = float(alpha)
     try:
-        return NamePatterns({pattern: float(alpha) for pattern, alpha in patterns.items()})
+        return NamePatterns(alphas)
     except ValueError as error:
         raise ValueError(f"{file}: alpha_pattern: {error}") from None
 

@@ -73,7 +73,7 @@ def read_json(path: Path, purpose: str | None = None) -> dict[str, Any]:
     return content
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """Describe the type of a JSON value: `null`, `a number`."""
     names = {type(None): "null", bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value)) or ("a number" if isinstance(value, int | float) else f"a {type(value).__name__}")

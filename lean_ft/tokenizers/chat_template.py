@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -146,7 +146,7 @@ def with_defaults(source: str, variables: Mapping[str, Any]) -> str:
     return source if source.startswith(lines) else lines + source
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     """A JSON value as Jinja writes it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(str(key))}: {_literal(inner)}" for key, inner in value.items()) + "}"
@@ -200,7 +200,7 @@ class _GenerationTag(Extension):
         mark = self.call_method("_mark", [nodes.DerivedContextReference()])
         return nodes.CallBlock(mark, [], [], body).set_lineno(line)
 
-    def _mark(self, context: Context, caller: Any) -> str:
+    def _mark(self, context: Context, caller: Callable[[], str]) -> str:
         variables = context.get_all()
         turns = {variables[_ASSISTANT].get(id(value)) for value in variables.values()} - {None}
         return GENERATION_START + ",".join(map(str, turns)).translate(TURN) + caller() + GENERATION_END
@@ -220,7 +220,7 @@ def _environment() -> BoundedEnvironment:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from lean_ft.system.foreign_values import JSON
+
 MAX_ID = 2**24  # the library allocates tables up to the largest id
 MAX_TOKENS, MAX_ADDED, MAX_MERGES = 2**20, 2**16, 2**20
 MAX_TOKEN_CHARACTERS, MAX_CHARACTERS = 2**15, 2**23  # of one token, and of all tokens or merges
@@ -46,7 +48,7 @@ def check_limits(spec: dict[str, Any]) -> None:
         _at_most("values outside its model", num_parts, MAX_PARTS)
         if isinstance(part, dict):
             growth *= _growth(part)
-            expression = part.get("pattern", {}).get("Regex") if isinstance(part.get("pattern"), dict) else None
+            expression = pattern.get("Regex") if isinstance(pattern := part.get("pattern"), dict) else None
             if isinstance(expression, str) and may_backtrack(expression):
                 raise ValueError(
                     f"the expression {expression[:100]!r} repeats a group that has repetitions or alternatives"
@@ -59,7 +61,7 @@ def _at_most(what: str, found: float, most: int) -> None:
         raise ValueError(f"it has {f'{found:,.0f}'[:30]} {what}; expected at most {most:,}")
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: JSON) -> Iterator[JSON]:
     """Yield every value inside a JSON value."""
     remaining = [value]
     while remaining:

@@ -11,6 +11,7 @@ from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.images.rules import image_rules
 from lean_ft.settings import ModelConfig
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.whole_files import read_json, read_text
 from lean_ft.system.world import world
 from lean_ft.tokenizers.file_limits import MAX_ADDED
@@ -185,7 +186,7 @@ def _sentencepiece_model(
     )
 
 
-def _content(token: Any) -> str:
+def _content(token: JSON) -> str:
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise ValueError(f"tokenizer_config.json or a file next to it names the token {token!r:.100}; expected a text.")

@@ -39,8 +39,8 @@ class SentencePieceModel(AddedTokensFirst):
         try:
             own = SentencePieceProcessor(model_proto=model)
             inside = SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
-            self._processor: Any = inside if add_prefix_space is False else own
-            self._inside: Any = self._processor if legacy else inside
+            self._processor = inside if add_prefix_space is False else own
+            self._inside = self._processor if legacy else inside
             self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
         except Exception as error:  # RuntimeError in some versions of the library, ValueError in others
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from None

@@ -14,7 +14,7 @@ import numpy as np
 from lean_ft.images.rules import ImageRules
 from lean_ft.settings.other_tools import table
 from lean_ft.system.config_fields import end_ids
-from lean_ft.system.foreign_values import MARKERS, plain
+from lean_ft.system.foreign_values import JSON, MARKERS, plain
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import read_json, write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, ROLES, ChatTemplate, generation_blocks
@@ -127,7 +127,7 @@ class Tokenizer:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        **template_kwargs: Any,
+        **template_kwargs: JSON,
     ) -> list[int] | str:
         """Return a chat as ids, or as text with `tokenize=False`. `render` also returns the mask of trained tokens."""
         full = self._rendered(messages, tools, add_generation_prompt, template_kwargs).full

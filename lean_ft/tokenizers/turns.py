@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
+from lean_ft.system.foreign_values import JSON
 from lean_ft.tokenizers.chat_template import ANCHOR, LITERAL_END, LITERAL_START, NUMBER, REASONING, TURN
 from lean_ft.tokenizers.vocabulary import Span, any_of
 
@@ -274,19 +275,21 @@ def anchored(messages: Messages, place: re.Pattern[str]) -> list[dict[str, Any]]
     """
     count = 0
 
-    def copy(value: Any, key: str, i: int) -> Any:
+    def copy(value: JSON, key: str, i: int) -> JSON:
         nonlocal count
         if isinstance(value, dict):
             return {name: copy(inner, name if key != "arguments" else key, i) for name, inner in value.items()}
         if isinstance(value, list):
             return [copy(inner, key, i) for inner in value]
-        spots = [m.end() for m in place.finditer(value) if not m[0]] if isinstance(value, str) else []
-        if not spots or key not in _ANCHORED:
+        if not isinstance(value, str) or key not in _ANCHORED:
+            return value
+        spots = [match.end() for match in place.finditer(value) if not match[0]]
+        if not spots:
             return value
         count += 1
         return f"{value[: spots[-1]]}{ANCHOR}{f'{i},{count}'.translate(TURN)}{value[spots[-1] :]}"
 
-    return [copy(message, "", i) for i, message in enumerate(messages)]
+    return [{name: copy(inner, name, i) for name, inner in message.items()} for i, message in enumerate(messages)]
 
 
 def _owner(anchor: re.Match[str]) -> int:

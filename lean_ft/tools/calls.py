@@ -113,7 +113,7 @@ def _refuse(constant: str) -> NoReturn:
 _JSON = json.JSONDecoder(strict=False, parse_constant=_refuse)  # texts may contain line breaks
 
 
-def _call(name: Any, arguments: Any, id: Any = "") -> Call:
+def _call(name: object, arguments: object, id: object = "") -> Call:
     if isinstance(arguments, str):
         arguments = _JSON.decode(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):

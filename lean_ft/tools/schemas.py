@@ -69,7 +69,7 @@ def _described(function: str, name: str, schema: dict[str, Any], text: str) -> d
     return schema | {"description": text}
 
 
-def _of_hint(hint: Any, what: str) -> dict[str, Any]:
+def _of_hint(hint: object, what: str) -> dict[str, Any]:
     """The schema of a type hint. what: for the message."""
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):

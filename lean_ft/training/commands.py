@@ -58,5 +58,5 @@ def _words(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={_text(value)}" for key, value in dotted(settings)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return to_yaml(value, flow=True)

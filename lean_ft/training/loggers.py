@@ -364,7 +364,7 @@ def _flat(row: Row) -> Row:
     return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in row.items()}
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

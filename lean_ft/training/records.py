@@ -13,6 +13,7 @@ import safetensors
 import torch
 
 import lean_ft
+from lean_ft.data.batches import Batches
 from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
@@ -37,7 +38,7 @@ def settings_of(cfg: RecipeConfig) -> Settings:
     return {**settings, "optimizer.lr_ratios": redact_values(optimizer.lr_ratios)}
 
 
-def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:
+def facts_that_ranks_share(cfg: RecipeConfig, batches: Batches) -> Settings:
     """The settings and data facts that must be equal on all ranks, by name."""
     data = {"data fingerprint": batches.fingerprint, "batches per epoch": batches.batches_per_epoch}
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}

@@ -75,7 +75,7 @@ def add_embedding_noise(model: Decoder, alpha: float) -> None:
         nonlocal lengths
         lengths = text_lengths(**signature.bind(*args, **kwargs).arguments)
 
-    def add_noise(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:  # (B, T, D)
+    def add_noise(module: nn.Module, _: object, embedded: Tensor) -> Tensor:  # (B, T, D)
         if not (module.training and torch.is_grad_enabled()):
             return embedded
         scale = alpha / (lengths * embedded.shape[-1]).clamp(min=1).sqrt()

@@ -32,6 +32,7 @@ from lean_ft.models.own_families import check_own_families
 from lean_ft.optim import scheduled
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
 from lean_ft.system.redaction import shown_as_given
@@ -379,7 +380,7 @@ def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
     return [_change(key, before[key], now[key]) for key in keys if key in in_both and before[key] != now[key]]
 
 
-def _change(key: str, old: Any, new: Any) -> str:
+def _change(key: str, old: JSON, new: JSON) -> str:
     return f"{key}: {json.dumps(old)} then, {json.dumps(new)} now"
 
 
