@@ -47,14 +47,14 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
     from lean_ft.cli.run import run_recipe
 
     prepare_torch()
-    name, preset = (None if one is None else str(one) for one in (recipe, config))
-    known = PASSED.copy()
+    name, preset = (None if argument is None else str(argument) for argument in (recipe, config))
+    passed_before = PASSED.copy()
     try:
         module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
         return run_recipe(module, cfg)
     finally:  # the functions of this run may hold models in memory
         PASSED.clear()
-        PASSED.update(known)
+        PASSED.update(passed_before)
 
 
 def evaluate(source: str | Path, /, **settings: object) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def plan_run(
     from lean_ft.plan.known_plans import known_or_new, todays_cpu
     from lean_ft.plan.search import search
 
-    name, preset = (None if one is None else str(one) for one in (recipe, config))
+    name, preset = (None if argument is None else str(argument) for argument in (recipe, config))
     module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
     device = choose_device(device_name, cfg.device)
     device = todays_cpu() if device.is_cpu else device
@@ -134,7 +134,7 @@ def plot(runs: str | Path | Sequence[str | Path]) -> Any:
     """
     from lean_ft.training.curves import figure_of
 
-    return figure_of([Path(one) for one in ([runs] if isinstance(runs, str | Path) else runs)])
+    return figure_of([Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)])
 
 
 def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -168,7 +168,7 @@ def _rows(value: Any, key: str) -> Iterable[Any] | None:
     """Return the in-memory rows of a value of `key`, or None for paths and sources."""
     if hasattr(value, "iterrows"):  # a pandas.DataFrame
         return value.to_dict("records")
-    if isinstance(value, Mapping) and value and all(hasattr(one, "features") for one in value.values()):
+    if isinstance(value, Mapping) and value and all(hasattr(split, "features") for split in value.values()):
         raise ValueError(f"{key} is a DatasetDict; expected one of its splits: {', '.join(map(repr, value))}.")
     if isinstance(value, str | Path | Mapping) or not isinstance(value, Iterable):
         return None

@@ -23,10 +23,10 @@ def cp(
     if copy.suffix != ".py":
         example = run_command(*([] if preset_recipe(copy) else ["RECIPE"]), "--config", copy, preset=copy)
     else:  # name a preset of the recipe, preferably for the embedded model, and of texts
-        own = {n: file for n, file in catalog.presets().items() if preset_recipe(file) == copied.stem}
-        preset = min(own, key=lambda name: (not name.startswith("tiny/"), "images" in name), default=None)
+        presets_of_recipe = {n: file for n, file in catalog.presets().items() if preset_recipe(file) == copied.stem}
+        preset = min(presets_of_recipe, key=lambda name: (not name.startswith("tiny/"), "images" in name), default=None)
         example = (
-            run_command(copy, "--config", preset, preset=own[preset])
+            run_command(copy, "--config", preset, preset=presets_of_recipe[preset])
             if preset
             else shlex.join(["leanft", "ls", str(copy)])
         )

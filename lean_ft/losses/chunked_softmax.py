@@ -98,9 +98,9 @@ class WeightGradient:
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype
-        kind = device_type(weight.device)
-        self.sums_in_products = kind == "cuda" and multiplies_into_float32(weight.dtype)
-        self.added_elements = ADDED_ELEMENTS if kind == "cpu" else weight.numel()
+        device_kind = device_type(weight.device)
+        self.sums_in_products = device_kind == "cuda" and multiplies_into_float32(weight.dtype)
+        self.added_elements = ADDED_ELEMENTS if device_kind == "cpu" else weight.numel()
         self.slice_rows = len(weight) if self.sums_in_products else VOCAB_SLICE
         self.gradient: Tensor | None = None  # (V, D)
         self.slices: list[Tensor] = []

@@ -90,8 +90,8 @@ class Offloaded:
             or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: it is smaller than it looks
         ):
             return tensor
-        if (known := self._known(tensor)) is not None:
-            return known
+        if (packed := self._known(tensor)) is not None:
+            return packed
         sent = self._link.send(tensor)
         self._places[id(sent)] = len(self._order)
         self._order.append(ref(sent))

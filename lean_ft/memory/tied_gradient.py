@@ -100,9 +100,9 @@ class _OutputWeight:
         if not self._waiting:
             return None
         assert self.link is not None
-        first, *others = (self.link.fetch(sent) for sent in self._waiting)
+        first, *further = (self.link.fetch(sent) for sent in self._waiting)
         self._waiting.clear()
-        for other in others:
+        for other in further:
             first.add_(other)
         return first
 

@@ -218,8 +218,8 @@ class FrozenParameter(nn.Module):
             weight = torch.empty(self.form.shape, dtype=self.form.dtype, device=device)
             fill(name, weight)
             return self.quantize(weight)
-        own = {key: getattr(self, key) for key in TENSORS[self.form.kind]}
-        tensors = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for key, tensor in own.items()}
+        by_key = {key: getattr(self, key) for key in TENSORS[self.form.kind]}
+        tensors = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for key, tensor in by_key.items()}
         for key, tensor in tensors.items():
             fill(f"{name}.{key}", tensor)
         return Frozen(self.form, tuple(tensors.values()))
@@ -227,8 +227,8 @@ class FrozenParameter(nn.Module):
     @torch.no_grad()
     def take(self, frozen: Frozen) -> None:
         """Copy the tensors of `frozen`; if this weight is sharded, this rank's part."""
-        for own, tensor in zip(self.frozen.tensors, frozen.tensors, strict=True):
-            here = part_of(own)
+        for target, tensor in zip(self.frozen.tensors, frozen.tensors, strict=True):
+            here = part_of(target)
             here.values.view(-1).copy_(tensor.view(-1)[here.first : here.first + here.values.numel()])
 
 

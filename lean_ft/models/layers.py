@@ -257,8 +257,8 @@ class MLP(nn.Module):
     def of(cls, config: DecoderConfig, layer: LayerConfig) -> Self:
         """The feed-forward layer of one of the decoder's layers."""
         inner = layer.intermediate_size or config.intermediate_size
-        kind = config.activation, config.gated, config.fused_gate_up
-        return cls(config.hidden_size, inner, config.mlp_bias, *kind)
+        activation = config.activation, config.gated, config.fused_gate_up
+        return cls(config.hidden_size, inner, config.mlp_bias, *activation)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.has_gate:

@@ -160,20 +160,20 @@ class _Stack(NamedTuple):
     ) -> list[Tensor | None]:
         """The gradients of the low-rank matrices, and of the stored tensors if the weight trains. thin: of
         `thin_back`."""
-        found: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
+        grads: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
         if trains:  # in the layout of the weight; autograd converts it to the dtype of the weight
-            found[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
+            grads[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
         if self.left is not None and thin is not None:
-            found[0] = grouped_outer(rows, thin, ends)
-            found[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
-        return found
+            grads[0] = grouped_outer(rows, thin, ends)
+            grads[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
+        return grads
 
 
 def _stacks(config: MixtureConfig, forms: tuple[Form, Form], tensors: Sequence[Any]) -> list[_Stack]:
     """The gate and up projection and the down projection; of each, `tensors` has left, right and the stored weight."""
     end = 2 + len(TENSORS[forms[0].kind])
     pieces = zip(forms, (tensors[:end], tensors[end:]), strict=True)
-    return [_Stack(Frozen(form, tuple(own[2:])), config.input_first, *own[:2]) for form, own in pieces]
+    return [_Stack(Frozen(form, tuple(part[2:])), config.input_first, *part[:2]) for form, part in pieces]
 
 
 def _add_product(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:

@@ -132,13 +132,17 @@ def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part
         raise ValueError(
             f"{source.folder} lacks {min(lost)}, a tensor of the model. Give the folder that it was taken from."
         )
-    others = [name for name, own in source.names.items() if own is None]
-    stored = dequantized(stored_tensors(source.start / source.folder), source.quantization) if others else {}
-    copied = {name: stored[name] for name in others}
+    beside = [name for name, model_name in source.names.items() if model_name is None]
+    stored = dequantized(stored_tensors(source.start / source.folder), source.quantization) if beside else {}
+    copied = {name: stored[name] for name in beside}
     if unknown := [name for name, tensor in copied.items() if tensor.dtype is None]:
         raise ValueError(f"{copied[unknown[0]].file}: {unknown[0]} has a dtype that cannot be copied.")
     places = {name: _place(tensor.shape, tensor.dtype) for name, tensor in copied.items()}
-    written = {name: source.turned(own, parts[own]) for name, own in source.names.items() if own is not None}
+    written = {
+        name: source.turned(model_name, parts[model_name])
+        for name, model_name in source.names.items()
+        if model_name is not None
+    }
     return {name: written.get(name) or places[name] for name in source.names}, copied
 
 
@@ -150,20 +154,20 @@ def _with_drafting(
     On rank 0, also return the tensors as they are stored. Only rank 0 reads them: the folder may be on the disk of one
     machine.
     """
-    found = dict[str, Readable]()
+    drafting = dict[str, Readable]()
 
     def find() -> dict[str, Any]:
         try:
-            found.update(drafting_tensors(model.source))
+            drafting.update(drafting_tensors(model.source))
         except ValueError as error:
             say("WARNING", f"saved without drafting layers: {error}. config.json promises none")
-        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in found.items()}
+        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in drafting.items()}
 
     shapes = ranks.on_rank_zero(find)
     places = {
         name: _place(shape, getattr(torch, dtype.removeprefix("torch."))) for name, (shape, dtype) in shapes.items()
     }
-    return {**parts, **places}, found
+    return {**parts, **places}, drafting
 
 
 def _check_apart(model: Decoder, folder: Path, split: "StateDictSplit", copied: Mapping[str, Readable]) -> None:

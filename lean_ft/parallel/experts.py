@@ -42,20 +42,20 @@ class ExpertRanks:
         assert not thin, "check_experts refuses adapters on experts"
         group, per_token = self.ranks.groups[EXPERTS], chosen.shape[1]
         size = group.size()
-        own = self.num_experts // size
+        num_local = self.num_experts // size
         by_expert, order = chosen.flatten().sort(stable=True)  # (M,)
         every = torch.arange(self.num_experts, device=order.device)
         ends = torch.searchsorted(by_expert, every, right=True)
         sent = ends.diff(prepend=ends.new_zeros(1))  # (E,): rows for each expert
         come = torch.empty_like(sent)  # from each rank, for each expert of this rank
         dist.all_to_all_single(come, sent, group=group)
-        counts = torch.stack((sent, come)).view(2, size, own).sum(-1)
+        counts = torch.stack((sent, come)).view(2, size, num_local).sum(-1)
         send, receive = self.ranks.row_counts(counts, len(order))
         rows = tokens.index_select(0, order // per_token)  # (M, D)
         if experts.config.scales_input:
             rows, weights = (rows * weights.flatten()[order, None]).to(rows.dtype), torch.ones_like(weights)
         rows = all_to_all(rows, receive, send, group.group_name)  # (L, D)
-        expert = torch.arange(own, device=rows.device).repeat(size)
+        expert = torch.arange(num_local, device=rows.device).repeat(size)
         expert = expert.repeat_interleave(come, output_size=len(rows))[:, None]  # (L, 1)
         results = Experts.forward(experts, rows, torch.ones_like(expert, dtype=weights.dtype), expert)
         back = all_to_all(results, send, receive, group.group_name)  # (M, D)
@@ -88,8 +88,8 @@ def cut_experts(model: Decoder, ranks: ManyRanks) -> None:
             continue
         experts = module.experts
         between = ExpertRanks(ranks, experts.config.num_experts)
-        for own, _ in list(experts.named_parameters()):
-            cut_parameter(model, experts, f"{name}.experts", own, cut)
+        for parameter_name, _ in list(experts.named_parameters()):
+            cut_parameter(model, experts, f"{name}.experts", parameter_name, cut)
         num_own = between.num_experts // group.size()
         experts.config = replace(experts.config, num_experts=num_own, experts_per_token=1)
         experts.forward = MethodType(between.forward, experts)

@@ -104,9 +104,9 @@ class CutVocabulary:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         whole: nn.Parameter = module.weight  # type: ignore[assignment]
-        own = whole.detach()[self.first : self.first + -(-self.vocab_size // self.size)].clone()
+        rows = whole.detach()[self.first : self.first + -(-self.vocab_size // self.size)].clone()
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        part = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+        part = DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
         parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
         setattr(module, "weight", parameter)  # noqa: B010
         return parameter
@@ -147,27 +147,27 @@ class CutVocabulary:
         (most,) = self.ranks.highest(len(flat))
         gathered = self.gather(_padded(flat, most))  # (n N, D)
         rows = -(-self.vocab_size // self.size)
-        own = self.output_rows()
+        local_rows = self.output_rows()
         parts = hidden.new_zeros(len(gathered), rows)
-        parts[:, : len(own)] = gathered @ own.T
+        parts[:, : len(local_rows)] = gathered @ local_rows.T
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self.group)
         whole = received.view(self.size, most, rows).transpose(0, 1).reshape(most, -1)
         return whole[: len(flat), : self.vocab_size].view(*hidden.shape[:-1], -1)
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """All-gather: (n C, ...) from each rank's (C, ...)."""
-        gathered = own.new_empty(self.size * len(own), *own.shape[1:])
+        gathered = values.new_empty(self.size * len(values), *values.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(gathered, own.contiguous(), group=self.group)
+        gather(gathered, values.contiguous(), group=self.group)
         return gathered
 
     def sum_back(self, gathered: Tensor) -> Tensor:
         """Reduce-scatter: this rank's (C, ...) of the sum of all ranks' (n C, ...)."""
-        own = gathered.new_empty(len(gathered) // self.size, *gathered.shape[1:])
+        values = gathered.new_empty(len(gathered) // self.size, *gathered.shape[1:])
         sum_back = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        sum_back(own, gathered, group=self.group)
-        return own
+        sum_back(values, gathered, group=self.group)
+        return values
 
     def sum_copies(self, gradient: Tensor) -> Tensor:
         """Sum a gradient over the model's replicas, in place."""
@@ -215,8 +215,8 @@ class _LookUp(torch.autograd.Function):
         rows = weight.new_empty(len(ids), weight.shape[1])
         for chunk, gathered in _ids_in_chunks(ids, most, cut):
             row, is_here = cut.place(gathered, len(weight))
-            found = weight.index_select(0, row).masked_fill_(~is_here[:, None], 0)
-            rows[chunk] = cut.sum_back(found)[: len(rows[chunk])]
+            embedded = weight.index_select(0, row).masked_fill_(~is_here[:, None], 0)
+            rows[chunk] = cut.sum_back(embedded)[: len(rows[chunk])]
         return rows, weight.detach()
 
     @staticmethod
@@ -261,8 +261,8 @@ class _Passes(NamedTuple):
         C, P)."""
         logits_of = ChunkLogits(projection)
         for chunk in in_chunks(self.most, self.chunk_tokens, shown=2):
-            own = hidden[chunk].to(projection.dtype)
-            gathered = self.cut.gather(_padded(own, chunk.stop - chunk.start))
+            states = hidden[chunk].to(projection.dtype)
+            gathered = self.cut.gather(_padded(states, chunk.stop - chunk.start))
             yield chunk, gathered, logits_of(gathered)
 
     def work(self, chunk: slice, logits: Tensor, labels: Tensor, rows: Tensor) -> None:

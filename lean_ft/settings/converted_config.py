@@ -128,9 +128,9 @@ class Preset:
         return answer
 
     def _assign(self, key: str, value: JSON, answer: Equivalent, is_default: bool) -> None:
-        known = {RECIPE, *_defaults(self.recipe)}
-        known |= {setting.partition(".")[0] for setting in known}
-        meant = next((ours for ours in answer.alternatives if RECIPE in ours or are_in(known, ours)), None)
+        setting_names = {RECIPE, *_defaults(self.recipe)}
+        setting_names |= {setting.partition(".")[0] for setting in setting_names}
+        meant = next((ours for ours in answer.alternatives if RECIPE in ours or are_in(setting_names, ours)), None)
         if meant is None:
             self.remark(f"{key}: {to_yaml(value, flow=True)} has no equivalent in the recipe {self.recipe}.")
             return
@@ -340,4 +340,4 @@ def _value(text: str, theirs: JSON) -> JSON:
 
 def _one_line(text: str) -> str:
     """Escape line breaks, which would end a comment, and other control characters."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[:MAX_CHARACTERS])
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:MAX_CHARACTERS])

@@ -88,7 +88,9 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequen
             raise ValueError(f"no setting and no group is called '{name}'.{did_you_mean(name, settings)}")
     off = ""  # the current group, if it is off
     for setting in in_reading_order(settings):
-        if only and not any(f"{one}.".startswith(f"{setting.key}.") or _is_in(setting.key, one) for one in only):
+        if only and not any(
+            f"{selected}.".startswith(f"{setting.key}.") or _is_in(setting.key, selected) for selected in only
+        ):
             continue
         *groups, name = setting.key.split(".")
         if lines and not groups:
@@ -132,7 +134,7 @@ def in_reading_order(settings: dict[str, Setting]) -> list[Setting]:
 
     def ranks(key: str) -> list[tuple[int, int]]:
         above, last = key.rpartition(".")[0], len(first) + (settings[key].group is None)
-        place = next((place for place, one in enumerate(first) if _is_in(one, key)), last)
+        place = next((place for place, leader in enumerate(first) if _is_in(leader, key)), last)
         return [*(ranks(above) if above else []), (place, numbers[key])]
 
     return sorted(settings.values(), key=lambda setting: ranks(setting.key))

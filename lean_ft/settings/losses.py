@@ -70,17 +70,17 @@ class NamedLossConfig(ReferencedLossConfig):
         return self
 
     @classmethod
-    def check(cls, loss: str, given: dict[str, float]) -> None:
+    def check(cls, loss: str, arguments: dict[str, float]) -> None:
         """Raise ValueError for arguments of a loss's function that it does not read, or out of the ranges of the
         fields."""
         reads = cls.losses[loss].reads if loss in cls.losses else ()
         readable = ["beta"] * ("beta" in cls.model_fields) + [*reads]
-        for name in given:
+        for name in arguments:
             if name not in readable:
                 remedy = f"Remove it, or set {' or '.join(readable)}" if readable else "Remove it"
                 raise ValueError(f"{name} is no setting of the loss {loss}. {remedy}.")
         try:
-            cls.model_validate({**({"name": loss} if loss in cls.losses else {}), **given})
+            cls.model_validate({**({"name": loss} if loss in cls.losses else {}), **arguments})
         except ValidationError as error:
             first = error.errors()[0]
             place = "".join(f"{name}={first['input']} of the loss {loss}: " for name in first["loc"])

@@ -128,13 +128,13 @@ def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]
     events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.BaseLoader)
     documents = (event for event in events if isinstance(event, yaml.DocumentStartEvent))
     try:
-        found = value(next(events), "", 0) if next(documents, None) else None
+        content = value(next(events), "", 0) if next(documents, None) else None
         if another := next(documents, None):
             refuse(another.start_mark, "not valid YAML: expected a single document.")
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
         refuse(getattr(error, "problem_mark", None), f"not valid YAML: {reason}.")
-    return found, lines
+    return content, lines
 
 
 def kind(value: object) -> str:

@@ -265,16 +265,16 @@ class _Reader:
         missing = []
         for key, detail in first_details.items():
             setting, reason = self.settings.get(key), detail.get("ctx", {}).get("error")
-            found, where = self.given.get(key, (setting and setting.default, ""))
+            current, where = self.given.get(key, (setting and setting.default, ""))
             place = _at(key, where)
             if setting and detail["type"] == "missing" and key not in self.given:
                 missing.append(setting)
             elif setting is None or setting.group or reason is not None:  # from a validator of the recipe or a group
                 self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
             else:
-                hint = hint_for_value(setting, found, self.settings)
+                hint = hint_for_value(setting, current, self.settings)
                 self.problems.append(
-                    f"{place}: expected {setting.type}, found {_shown(found)}.{hint}\n  {setting.description}"
+                    f"{place}: expected {setting.type}, found {_shown(current)}.{hint}\n  {setting.description}"
                 )
         return None, missing
 

@@ -425,7 +425,9 @@ def _close_down_to(number: int) -> None:
 def close_objects(objects: Sequence[tuple[Any, CallThread]], what: str, seconds: float) -> None:
     """Call `close` of the objects that have it, each in its thread, for `seconds` in all. Errors are warnings."""
     limit = time.monotonic() + seconds
-    closed = [(one.close, thread, _Started(what)) for one, thread in objects if callable(getattr(one, "close", None))]
+    closed = [
+        (item.close, thread, _Started(what)) for item, thread in objects if callable(getattr(item, "close", None))
+    ]
     futures = [thread.submit(partial(started.make, close, (), {})) for close, thread, started in closed]
     problems = dict[str, None]()
     for future, (_, _, started) in zip(futures, closed, strict=True):

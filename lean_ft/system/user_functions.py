@@ -113,7 +113,7 @@ def is_function_path(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
 
 
-def check_function(value: str, kind: str = "function") -> str:
+def check_function(value: str, sort: str = "function") -> str:
     """Return `value`. Raises ValueError if it is FILE.py:FUNCTION without such a function; does not run the file."""
     if is_function_path(value) and value not in PASSED:
         file, name = _file_and_name(value)
@@ -122,9 +122,13 @@ def check_function(value: str, kind: str = "function") -> str:
             symbols = symtable(source, str(file), "exec").get_symbols()
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from None
-        if "import *" not in source and not any(one.get_name() == name and one.is_local() for one in symbols):
-            named = [one.get_name() for one in symbols if one.is_namespace() or (kind == "row" and one.is_assigned())]
-            raise ValueError(_lacks(file, name, named, kind))
+        if "import *" not in source and not any(symbol.get_name() == name and symbol.is_local() for symbol in symbols):
+            named = [
+                symbol.get_name()
+                for symbol in symbols
+                if symbol.is_namespace() or (sort == "row" and symbol.is_assigned())
+            ]
+            raise ValueError(_lacks(file, name, named, sort))
     return value
 
 
@@ -146,12 +150,12 @@ def _load_function(value: str) -> Callable[..., Any]:
     if value in PASSED:
         return PASSED[value].function
     file, name = _file_and_name(value)
-    found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
-    if not callable(found.get(name)):
+    variables = vars(_load(file.resolve(), file.stat().st_mtime_ns))
+    if not callable(variables.get(name)):
         raise ValueError(
-            _lacks(file, name, [other for other, value in found.items() if type(value) is type(is_function_path)])
+            _lacks(file, name, [other for other, value in variables.items() if type(value) is type(is_function_path)])
         )
-    return found[name]
+    return variables[name]
 
 
 def use_family(value: str | None, by_option: bool = False) -> str | None:
@@ -170,10 +174,10 @@ def use_family(value: str | None, by_option: bool = False) -> str | None:
 def load_value(value: str) -> Any:
     """Return the variable FILE.py:NAME, also in a plan. Raises ValueError as `load_function` does."""
     file, name = _file_and_name(value)
-    found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
-    if name not in found:  # deleted by the file itself, or not part of its `import *`
+    variables = vars(_load(file.resolve(), file.stat().st_mtime_ns))
+    if name not in variables:  # deleted by the file itself, or not part of its `import *`
         raise ValueError(_lacks(file, name, [], "row"))
-    return found[name]
+    return variables[name]
 
 
 @contextmanager
@@ -235,8 +239,8 @@ def _file_and_name(value: str) -> tuple[Path, str]:
     return file, name
 
 
-def _lacks(file: Path, name: str, functions: list[str], kind: str = "function") -> str:
-    return f"{file} has no {kind} {name}; it has {', '.join(functions) or 'none'}.{did_you_mean(name, functions)}"
+def _lacks(file: Path, name: str, functions: list[str], sort: str = "function") -> str:
+    return f"{file} has no {sort} {name}; it has {', '.join(functions) or 'none'}.{did_you_mean(name, functions)}"
 
 
 @cache

@@ -143,6 +143,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _beside(path: Path, ending: str) -> Path:
     # Thread ids are unique on the machine; the id of a process's first thread is the process id.
-    return path.with_name(f".{path.name}.{kind}-{threading.get_native_id()}")
+    return path.with_name(f".{path.name}.{ending}-{threading.get_native_id()}")

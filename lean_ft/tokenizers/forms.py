@@ -85,22 +85,22 @@ class Forms:
         rendering = _Rendering(self.template, tools, prompt, variables)
         shape = tuple(map(_shape, messages)), tools is None, prompt, repr(variables)
         problems = list[ValueError]()
-        if (known := self._known.get(shape)) is not None:
+        if (remembered := self._known.get(shape)) is not None:
             try:
-                return rendering.whole(messages, known, is_known=True)
+                return rendering.whole(messages, remembered, is_known=True)
             except ValueError as error:  # a text of this chat made a difference
                 problems.append(error)
         for form in _forms(messages):
             try:
                 form = form._replace(arguments=rendering.arguments(_changed(messages, form)))
-                found = rendering.whole(messages, form, is_known=False)
+                chat = rendering.whole(messages, form, is_known=False)
             except ValueError as error:
                 problems.append(error)
                 continue
             if len(self._known) >= MOST_SHAPES:
                 self._known.clear()
             self._known[shape] = form
-            return found
+            return chat
         raise problems[0]
 
 
@@ -124,8 +124,8 @@ class _Rendering:
         written = MARKERS.sub("", rendered)
         texts = list(texts_of(changed))
         absent = set() if is_known else self._absent(changed, written)
-        missing = [one for one in texts if one[:2] in absent or not _is_in(one.text, written)]
-        lost = [one for one in missing if one.part != "reasoning"]
+        missing = [item for item in texts if item[:2] in absent or not _is_in(item.text, written)]
+        lost = [item for item in missing if item.part != "reasoning"]
         if lost:
             number, part, text = lost[0]
             which = "" if part == "content" else f"a {part} of "
@@ -133,7 +133,7 @@ class _Rendering:
                 f"the chat template does not write {which}message {number + 1} ({messages[number]['role']}): "
                 f"{text.strip()!r:.80}. Remove it, or set data.chat_template to a template that writes it."
             )
-        notes = [f"messages.{_name_of_reasoning(changed[one.message])}" for one in missing]
+        notes = [f"messages.{_name_of_reasoning(changed[item.message])}" for item in missing]
         notes += _unwritten_tools(self.tools, written)
         return WholeChat(changed, rendered, tuple(dict.fromkeys(notes)), form.roles == "system")
 

@@ -82,15 +82,15 @@ def with_image_texts(passage: Passage, placeholder: str, texts: Sequence[str], r
     placeholders.
     """
     typed = {start for start, _ in passage.literal}
-    found = [match.span() for match in re.finditer(re.escape(placeholder), passage.text) if match.start() not in typed]
-    if len(found) != len(texts):
-        hint = " It may read texts only, and no content parts." if not found else ""
+    places = [match.span() for match in re.finditer(re.escape(placeholder), passage.text) if match.start() not in typed]
+    if len(places) != len(texts):
+        hint = " It may read texts only, and no content parts." if not places else ""
         raise ValueError(
-            f"the row has {counted(len(texts), 'images')}, and the chat template wrote {placeholder} {len(found)} "
+            f"the row has {counted(len(texts), 'images')}, and the chat template wrote {placeholder} {len(places)} "
             f"times.{hint} Set data.chat_template to a template that writes it for each content part of the type "
             "image."
         )
-    ends = [end for _, end in found]
+    ends = [end for _, end in places]
     grown = [0, *accumulate(len(text) - len(placeholder) for text in texts)]
 
     def moved(spans: Sequence[Span]) -> list[Span]:
@@ -98,7 +98,7 @@ def with_image_texts(passage: Passage, placeholder: str, texts: Sequence[str], r
             (start + grown[bisect_right(ends, start)], end + grown[bisect_right(ends, end)]) for start, end in spans
         ]
 
-    holes = [(start + grown[i], end + grown[i + 1]) for i, (start, end) in enumerate(found)]
+    holes = [(start + grown[i], end + grown[i + 1]) for i, (start, end) in enumerate(places)]
     rest = iter(texts)
     text = re.sub(re.escape(placeholder), lambda m: m[0] if m.start() in typed else next(rest), passage.text)
     trained = without(moved(passage.trained), holes)

@@ -121,8 +121,8 @@ class Checkpoints:
 
     def needed_bytes(self) -> int:
         """Upper bound of a checkpoint's size on the disk."""
-        others = self._optimizer.state_parts() | trained_parts(self._beside)
-        return checkpoint_bytes(self._model, whole_bytes(others), self._tokenizer)
+        parts = self._optimizer.state_parts() | trained_parts(self._beside)
+        return checkpoint_bytes(self._model, whole_bytes(parts), self._tokenizer)
 
     def check_free_space(self, needed: int, start_step: int) -> None:
         """Raise ValueError if the disk has no room for one checkpoint; log a line if it has no room for all of them."""

@@ -36,10 +36,10 @@ def apply_regularization(model: Decoder, cfg: RecipeConfig) -> None:
 
 def check_applied(model: nn.Module, cfg: RecipeConfig) -> None:
     """Raise ValueError if a regularization setting is set and the recipe does not call `apply_regularization`."""
-    asked = [name for name in ("freeze", "train", "neftune_alpha") if getattr(cfg, name)]
-    if asked and model not in _applied:
+    ignored = [name for name in ("freeze", "train", "neftune_alpha") if getattr(cfg, name)]
+    if ignored and model not in _applied:
         raise ValueError(
-            f"{asked[0]} is set, and this recipe ignores it. In the recipe, call "
+            f"{ignored[0]} is set, and this recipe ignores it. In the recipe, call "
             "lean_ft.training.apply_regularization(model, cfg) before apply_memory; or leave the setting out."
         )
 

@@ -463,8 +463,8 @@ class Run:
 
     def _answer_held_out(self, when: str) -> None:
         """Have the model answer held-out questions, if `eval_answers` asks for it."""
-        asked, pattern = self.cfg.eval_answers, self.cfg.eval_pattern
-        say_answers(when, cast(Decoder, self.model), self.tokenizer, self._held_out, asked, pattern=pattern)
+        max_questions, pattern = self.cfg.eval_answers, self.cfg.eval_pattern
+        say_answers(when, cast(Decoder, self.model), self.tokenizer, self._held_out, max_questions, pattern=pattern)
 
     def _run_tasks(self) -> None:
         """Run `eval_tasks`, without an effect on the rest of the run."""

@@ -204,8 +204,8 @@ def document_attention_backward(
             if sink_weights is not None:  # a sink has no value, so delta is its whole gradient
                 grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
         for grad, of_seen in ((grad_key, grad_keys * softmax.scale), (grad_value, grad_values)):
-            before, own, _ = of_seen.transpose(0, 1).tensor_split((num_before, num_before + num_tokens))
-            grad[document] = own
+            before, within, _ = of_seen.transpose(0, 1).tensor_split((num_before, num_before + num_tokens))
+            grad[document] = within
             grad[prefix] += before  # the prefix's document was processed before
     return grad_query, grad_key, grad_value, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
@@ -348,14 +348,14 @@ class _Block(NamedTuple):
 class _Softmax:
     """The attention weights of one document's queries (K, G, T, D) to its keys (K, P, D), a block at a time."""
 
-    def __init__(self, queries: Tensor, keys: Tensor, given: Rows, ends: Tensor | None) -> None:
+    def __init__(self, queries: Tensor, keys: Tensor, of_rows: Rows, ends: Tensor | None) -> None:
         self.ends = ends  # (T,), counted in the keys
         self.queries, self.dtype = queries, wide_dtype(queries)
         self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
         # (K, G, 1, 1)
-        self.sinks = None if given.sinks is None else given.sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
-        self.scale = queries.shape[-1] ** -0.5 if given.scale is None else given.scale
-        self.window, self.softcap = given.window, given.softcap
+        self.sinks = None if of_rows.sinks is None else of_rows.sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
+        self.scale = queries.shape[-1] ** -0.5 if of_rows.scale is None else of_rows.scale
+        self.window, self.softcap = of_rows.window, of_rows.softcap
 
     @torch.autocast("cuda", enabled=False)
     def __call__(self, block: _Block) -> Weights:

@@ -83,8 +83,8 @@ def causal_convolution_backward(
             of_x[:, : seen.shape[1]].addcmul_(seen, weight[:, num_taps - 1 - back].to(wide))
             # This tap's inputs for the block's tokens
             earlier = slice(max(tokens.start - back, 0), max(tokens.stop - back, 0))
-            own = _within(grad_sum[:, earlier.start + back - tokens.start : num_own], documents, earlier, back)
-            grad_weight[:, num_taps - 1 - back] += (own * x[:, earlier]).sum((0, 1))
+            grads_of_tap = _within(grad_sum[:, earlier.start + back - tokens.start : num_own], documents, earlier, back)
+            grad_weight[:, num_taps - 1 - back] += (grads_of_tap * x[:, earlier]).sum((0, 1))
         grad_x[:, tokens] = of_x
         grad_bias += grad_sum[:, :num_own].sum((0, 1))
     return grad_x, grad_weight.to(weight.dtype), x.new_empty(0) if bias is None else grad_bias.to(bias.dtype)

@@ -236,22 +236,22 @@ class _Tokens(NamedTuple):
 class _Chunk:
     """Consecutive tokens and the state before them; all tensors are (B, H, C, ...)."""
 
-    def __init__(self, given: _Tokens, tokens: slice, state: Tensor) -> None:
-        self.state, self.group, self.corrects = state, given.group, given.corrects
-        query, key, value = (given.of(x, tokens) for x in (given.query, given.key, given.value))
-        log_decay = given.of(given.log_decay, tokens)  # (B, H, C)
+    def __init__(self, arguments: _Tokens, tokens: slice, state: Tensor) -> None:
+        self.state, self.group, self.corrects = state, arguments.group, arguments.corrects
+        query, key, value = (arguments.of(x, tokens) for x in (arguments.query, arguments.key, arguments.value))
+        log_decay = arguments.of(arguments.log_decay, tokens)  # (B, H, C)
         sees = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
         self.sees, continues = sees, None
-        if given.documents is not None:
-            own = given.documents[:, None, tokens]  # (B or 1, 1, C)
-            self.sees = sees & (own[..., None] == own[..., None, :])
-            continues = own == given.documents[:, None, max(tokens.start - 1, 0), None]
+        if arguments.documents is not None:
+            documents = arguments.documents[:, None, tokens]  # (B or 1, 1, C)
+            self.sees = sees & (documents[..., None] == documents[..., None, :])
+            continues = documents == arguments.documents[:, None, max(tokens.start - 1, 0), None]
         # Summed per document. Differences of a sum over all documents would depend on the others' rounding.
         total = (log_decay[..., None, :] * self.sees).sum(-1)  # (B, H, C): since the start of the chunk or document
         self.decay = (total[..., None] - total[..., None, :]).masked_fill(~self.sees, float("-inf")).exp()
         self.of_state = (total.exp() if continues is None else total.exp() * continues)[..., None]  # (B, H, C, 1)
         self.to_state = self.decay[..., -1, :, None]  # (B, H, C, 1)
-        self.beta, self.scale = given.of(given.beta, tokens)[..., None], query.shape[-1] ** -0.5
+        self.beta, self.scale = arguments.of(arguments.beta, tokens)[..., None], query.shape[-1] ** -0.5
         if self.corrects:
             self.query_inverse, self.key_inverse = (_inverse_length(x) for x in (query, key))
             query, key = query * (self.query_inverse * self.scale), key * self.key_inverse
@@ -395,10 +395,10 @@ def gradients_of(kernel: Callable[..., Tensor], arguments: list[Any], grad: Tens
 @cache
 def has_kernels() -> bool:
     """Whether flash-linear-attention and causal-conv1d are installed; logs a warning once if not."""
-    found = all(importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d"))
-    if not found:
+    are_installed = all(importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d"))
+    if not are_installed:
         say(
             "WARNING",
             f"recurrent layers are slow without their CUDA kernels. Run {install_command('hybrid')}",
         )
-    return found
+    return are_installed
