@@ -16,7 +16,6 @@ from types import MethodType
 from typing import Any, Literal
 
 from torch import nn
-from torch._ops import OpOverload
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -86,9 +85,7 @@ _FORWARDS = {"nothing": _checkpointed, "attention": _keeping_attention, "product
 
 
 def _contexts(keep: Kept) -> Any:
-    def policy(
-        context: SelectiveCheckpointContext, operation: OpOverload, *_: object, **__: object
-    ) -> CheckpointPolicy:
+    def policy(context: SelectiveCheckpointContext, operation: object, *_: object, **__: object) -> CheckpointPolicy:
         kept = any(name in str(operation) for name in KEPT_OPERATIONS[keep])
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
