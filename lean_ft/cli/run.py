@@ -78,7 +78,7 @@ def run(
         words = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
         words += batches_of(cfg, words)
         parallel = cfg.group(ParallelConfig) if isinstance(cfg, RecipeConfig) else None
-        parallel = parallel or ParallelConfig()  # pyright: ignore[reportCallIssue]
+        parallel = parallel or ParallelConfig()
         launch(plan, ["run", *words, *(["--debug"] if debug else [])], parallel.timeout_minutes)
         return
     command = os.environ.get(COMMAND_VARIABLE, shlex.join(["leanft", *sys.argv[1:]]))

@@ -69,7 +69,7 @@ class _OutputWeight:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             self._weight = None
             return F.embedding(ids, weight)
-        rows, handed_out = _Embedding.apply(ids, weight, self)  # type: ignore[misc]
+        rows, handed_out = _Embedding.apply(ids, weight, self)
         self._weight = handed_out
         return rows
 
@@ -80,7 +80,7 @@ class _OutputWeight:
             return self._weight
         # Created here, not in `look_up`: backward runs the most recently created node first, so this one must be
         # created after the layers to run before them.
-        return _Park.apply(self._weight, self)  # type: ignore[return-value]
+        return _Park.apply(self._weight, self)
 
     def send(self, grad: Tensor) -> Tensor:
         """Copy the gradient to the host; return a placeholder that takes no memory."""

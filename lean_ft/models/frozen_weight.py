@@ -263,7 +263,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 class FrozenLinear(nn.Linear):
     """A linear layer with a frozen weight, quantized or not."""
 
-    weight: FrozenParameter | Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    weight: FrozenParameter | Tensor
     in_float8 = False  # `float8_products` sets True
 
     def __init__(self, weight: Frozen | FrozenParameter | Tensor, bias: nn.Parameter | None) -> None:
@@ -271,7 +271,7 @@ class FrozenLinear(nn.Linear):
         weight = FrozenParameter(weight) if isinstance(weight, Frozen) else weight
         self.out_features, self.in_features = as_frozen(weight).form.shape
         self.weight = weight  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         form, tensors = as_frozen(self.weight, in_float8=self.in_float8)

@@ -35,7 +35,7 @@ class Sliced:
     that a new learning rate or step number does not recompile it.
     """
 
-    def __init__(self, function: Callable, *, compile: bool, block: int = 1) -> None:
+    def __init__(self, function: Callable[..., None], *, compile: bool, block: int = 1) -> None:
         self._function, self._block = function, block
         # With Dynamo disabled, torch.compile returns the function itself.
         compiled = torch.compile(function, dynamic=True, fullgraph=True) if compile else function

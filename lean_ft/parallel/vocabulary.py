@@ -115,7 +115,7 @@ class CutVocabulary:
         """The embedding's rows (..., D) of `ids` (...)."""
         flat = ids.flatten()
         (most,) = self.ranks.highest(len(flat))
-        rows, tied_rows = _LookUp.apply(flat, _rows(self.embedding), self, most)  # type: ignore[misc]
+        rows, tied_rows = _LookUp.apply(flat, _rows(self.embedding), self, most)
         self._tied_rows = tied_rows if self.head is None else None
         return rows.view(*ids.shape, -1)
 

@@ -116,7 +116,7 @@ def base_fingerprint(model: nn.Module) -> str | None:
     if not has_adapter(model):
         return None
     folder = source_of(model).folder
-    return None if folder is None else weights_fingerprint(folder)  # pyright: ignore[reportArgumentType]
+    return None if folder is None else weights_fingerprint(folder)
 
 
 @torch.no_grad()

@@ -432,7 +432,11 @@ def check_conflicts(recipe: BaseModel) -> None:
 _READS = [
     (
         conflict,
-        [name for name, one in inspect.signature(conflict.applies).parameters.items() if one.default is one.empty],
+        [
+            name
+            for name, parameter in inspect.signature(conflict.applies).parameters.items()
+            if parameter.default is parameter.empty
+        ],
     )
     for conflict in CONFLICTS
 ]

@@ -98,7 +98,7 @@ PREFERENCE_LOSSES = {
     "cpo": LossFacts(("alpha",), needs_reference=False),
     "orpo": LossFacts(needs_reference=False),
 }
-PreferenceLossName = Literal[tuple(PREFERENCE_LOSSES)]  # pyright: ignore[reportInvalidTypeForm]
+PreferenceLossName = Literal[tuple(PREFERENCE_LOSSES)]
 
 
 class PreferenceLossConfig(NamedLossConfig):
@@ -204,7 +204,7 @@ POLICY_LOSSES = {
     "cispo": LossFacts(("epsilon_max",)),
     "rloo": LossFacts(("epsilon", "epsilon_high")),
 }
-PolicyLossName = Literal[tuple(POLICY_LOSSES)]  # pyright: ignore[reportInvalidTypeForm]
+PolicyLossName = Literal[tuple(POLICY_LOSSES)]
 
 
 class PolicyLossConfig(NamedLossConfig):

@@ -175,7 +175,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         except ValueError as error:  # constants that are computed here, such as a number with too many digits
             raise TemplateLimitError(str(error)) from None
 
-    def concat(self, pieces: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def concat(self, pieces: Iterable[str]) -> str:
         return ACTIVE.get().gather(pieces)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> Any:

@@ -82,23 +82,23 @@ def _of_hint(hint: object, what: str) -> dict[str, Any]:
     """The schema of a type hint. what: for the message."""
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
-        origin, args = Literal, [one.value for one in hint]
-    if origin is Literal and args and all(type(one) in SCALARS for one in args):
-        kinds = list(dict.fromkeys(SCALARS[type(one)] for one in args))
+        origin, args = Literal, [choice.value for choice in hint]
+    if origin is Literal and args and all(type(choice) in SCALARS for choice in args):
+        kinds = list(dict.fromkeys(SCALARS[type(choice)] for choice in args))
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
     if origin is None and (hint is Any or (isinstance(hint, Hashable) and hint in PLAIN)):
         return {} if hint is Any else {"type": PLAIN[hint]}
     if origin in (Union, types.UnionType):
-        members = [_of_hint(one, what) for one in args if one is not type(None)]
+        members = [_of_hint(member, what) for member in args if member is not type(None)]
         schema = members[0] if len(members) == 1 else {"anyOf": members}
-        if all(one.keys() == {"type"} for one in members):
-            names = sorted({one["type"] for one in members})
+        if all(member.keys() == {"type"} for member in members):
+            names = sorted({member["type"] for member in members})
             schema = {"type": names[0] if len(names) == 1 else names}
         return schema | ({"nullable": True} if type(None) in args else {})
     if origin is list:
         return {"type": "array", "items": _of_hint(args[0], what)}
     if origin is tuple and len(args) > 1 and ... not in args:
-        return {"type": "array", "prefixItems": [_of_hint(one, what) for one in args]}
+        return {"type": "array", "prefixItems": [_of_hint(member, what) for member in args]}
     if origin is dict:
         return {"type": "object"} | ({"additionalProperties": _of_hint(args[1], what)} if len(args) == 2 else {})
     raise ValueError(
