@@ -228,10 +228,10 @@ class Check:
         theirs = self._results(self._load_theirs("bfloat16"))[:2]
         ours = self._results(load_model(self.configure("model.dtype=bfloat16").model, self.device))[:2]
         for name, exact, a, b in zip(("logits", "gradients"), (self.logits, self.gradients), ours, theirs, strict=True):
-            own, other = _relative(a, exact), _relative(b, exact)
-            result, allowed = f"{own:.1e}; transformers {other:.1e}", self.margin_16_bit * other
+            ours_off, other = _relative(a, exact), _relative(b, exact)
+            result, allowed = f"{ours_off:.1e}; transformers {other:.1e}", self.margin_16_bit * other
             what = "distance to float32, with transformers' distance"
-            yield _row(f"{name} in bfloat16", what, result, f"{allowed:.1e}", own <= allowed)
+            yield _row(f"{name} in bfloat16", what, result, f"{allowed:.1e}", ours_off <= allowed)
 
     @torch.no_grad()
     def _greedy(self, model: nn.Module) -> Row:
@@ -281,9 +281,9 @@ class Check:
         moved, start = self._stepped(cfg, lr), load_model(cfg.model, self.device)
         weights = {n: p.detach().float() for n, p in start.named_parameters()}
         expected = {n: -lr * g.float() / (g.float().abs() + self.eps) for n, g in gradients.items()}
-        found = {n: moved[n].float() - weights[n] for n in weights}
+        changes = {n: moved[n].float() - weights[n] for n in weights}
         if rounds:  # to one of the two neighbors, without losing small updates; bfloat16 moments are up to 1% off
-            w, e, d = (torch.cat([tensors[n].flatten() for n in weights]) for tensors in (weights, expected, found))
+            w, e, d = (torch.cat([tensors[n].flatten() for n in weights]) for tensors in (weights, expected, changes))
             spacing = torch.exp2(torch.maximum(w + e, w + d).abs().clamp(min=SMALLEST).log2().floor() - 7)
             off = (d - e) / (spacing + e.abs() / 100)
             furthest, lost = off.abs().max().item(), abs((off * e.sign()).mean().item())
@@ -293,7 +293,7 @@ class Check:
         noise = {n: (self.noise[n] * lr / self.eps) + EPS * (weights[n] + expected[n]).norm().item() for n in weights}
         coded = {n: CODE_ERROR[cfg.optimizer.name] * expected[n].norm().item() / MARGIN for n in weights}
         noise = {n: noise[n] + coded[n] for n in weights}
-        return self._compared(name, "change of the weights, with AdamW's closed form", found, expected, noise)
+        return self._compared(name, "change of the weights, with AdamW's closed form", changes, expected, noise)
 
     def _timed(self) -> Iterator[Row]:
         command = [*(self.command or ()), "max_steps=3", "save_every=0"]
@@ -333,8 +333,8 @@ class Check:
             return self._logits(model, self.ids), {n: g for n, g in named.items() if g is not None}, total
 
     def _load_theirs(self, dtype: str) -> nn.Module:
-        kind = "SequenceClassification" if gives_scores(self.hf_config) else "CausalLM"
-        load = getattr(self.transformers, f"AutoModelFor{kind}").from_pretrained
+        head = "SequenceClassification" if gives_scores(self.hf_config) else "CausalLM"
+        load = getattr(self.transformers, f"AutoModelFor{head}").from_pretrained
         with tempfile.TemporaryDirectory() as copy:
             folder = self.folder
             if gguf_file(folder) is not None:  # transformers' own reader supports fewer GGUF files
@@ -377,14 +377,14 @@ class Check:
         return {name: p.detach() for name, p in model.named_parameters()}
 
     def _compared(
-        self, name: str, what: str, found: Tensors, exact: Tensors, noise: Mapping[str, float] | None = None
+        self, name: str, what: str, ours: Tensors, exact: Tensors, noise: Mapping[str, float] | None = None
     ) -> Row:
         """Return the row of the tensor with the largest error relative to its tolerance."""
-        errors = _distances(found, exact)
+        errors = _distances(ours, exact)
         allowed = {n: MARGIN * (noise or self.noise)[n] for n in errors}
         worst = max(errors, key=lambda n: math.inf if math.isnan(errors[n]) else errors[n] / max(allowed[n], SMALLEST))
         size = max(exact[worst].float().norm().item(), SMALLEST)
-        passed = found.keys() == exact.keys() and all(errors[n] <= allowed[n] for n in errors)
+        passed = ours.keys() == exact.keys() and all(errors[n] <= allowed[n] for n in errors)
         return _row(name, what, f"{errors[worst] / size:.1e} {worst}", f"{allowed[worst] / size:.1e}", passed)
 
 
@@ -400,7 +400,7 @@ def _row(check: str, compared: str, result: str, allowed: str, passed: bool) -> 
     return check, compared, result.strip(), allowed, "ok" if passed else "DIFFERS"
 
 
-def _or_refused(render: Callable[..., Any], chat: Any, **settings: Any) -> Any:
+def _or_refused(render: Callable[..., Any], chat: object, **settings: object) -> Any:
     try:
         return render(chat, **settings)
     except Exception:  # the two sides raise different errors
@@ -411,12 +411,12 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
-def _distances(found: Tensors, exact: Tensors) -> dict[str, float]:
-    return {n: (found[n].float() - exact[n].float()).norm().item() for n in exact}
+def _distances(ours: Tensors, exact: Tensors) -> dict[str, float]:
+    return {n: (ours[n].float() - exact[n].float()).norm().item() for n in exact}
 
 
-def _relative(found: Any, exact: Any) -> float:
+def _relative(ours: Any, exact: Any) -> float:
     """Return the relative distance of a tensor, or the mean over several tensors."""
-    found, exact = (x if isinstance(x, dict) else {"": x} for x in (found, exact))
-    errors = _distances(found, {n: exact[n] for n in found})
+    ours, exact = (x if isinstance(x, dict) else {"": x} for x in (ours, exact))
+    errors = _distances(ours, {n: exact[n] for n in ours})
     return sum(error / max(exact[n].norm().item(), SMALLEST) for n, error in errors.items()) / len(errors)

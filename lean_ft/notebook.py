@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lean_ft.plan.search import Candidate
 
 
-def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: Any) -> Any:
+def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: object) -> Any:
     """Run a recipe, by name or path, with a preset and settings.
 
     Returns the run directory of a training recipe (Path). `evaluate` returns its results (dict, as in evaluation.json),
@@ -46,17 +46,17 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
     from lean_ft.cli.run import run_recipe
 
     prepare_torch()
-    name, preset = (None if one is None else str(one) for one in (recipe, config))
-    known = PASSED.copy()
+    name, preset = (None if argument is None else str(argument) for argument in (recipe, config))
+    passed_before = PASSED.copy()
     try:
         module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
         return run_recipe(module, cfg)
     finally:  # the functions of this run may hold models in memory
         PASSED.clear()
-        PASSED.update(known)
+        PASSED.update(passed_before)
 
 
-def evaluate(source: str | Path, /, **settings: Any) -> dict[str, Any]:
+def evaluate(source: str | Path, /, **settings: object) -> dict[str, Any]:
     """Evaluate a run, a checkpoint or another model with the settings of `leanft run evaluate`: `data`, `tasks`, ...
 
     Returns `{"answers": {"exact_match", "num_right", "num_questions"}, "tasks": {task: {metric: value}}}`, each if
@@ -81,7 +81,7 @@ def plan_run(
     *,
     device_name: str | None = None,
     budget: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Plan:
     """Predict the memory and the time of a run on one device, as `leanft plan` does, with the arguments of `run`.
 
@@ -95,7 +95,7 @@ def plan_run(
     from lean_ft.plan.known_plans import known_or_new, todays_cpu
     from lean_ft.plan.search import search
 
-    name, preset = (None if one is None else str(one) for one in (recipe, config))
+    name, preset = (None if argument is None else str(argument) for argument in (recipe, config))
     module, cfg = load_run(name, preset, list(_overrides(settings)), given_by="", runs=True)
     device = choose_device(device_name, cfg.device)
     device = todays_cpu() if device.is_cpu else device
@@ -133,7 +133,7 @@ def plot(runs: str | Path | Sequence[str | Path]) -> Any:
     """
     from lean_ft.training.curves import figure_of
 
-    return figure_of([Path(one) for one in ([runs] if isinstance(runs, str | Path) else runs)])
+    return figure_of([Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)])
 
 
 def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -167,7 +167,7 @@ def _rows(value: Any, key: str) -> Iterable[Any] | None:
     """Return the in-memory rows of a value of `key`, or None for paths and sources."""
     if hasattr(value, "iterrows"):  # a pandas.DataFrame
         return value.to_dict("records")
-    if isinstance(value, Mapping) and value and all(hasattr(one, "features") for one in value.values()):
+    if isinstance(value, Mapping) and value and all(hasattr(split, "features") for split in value.values()):
         raise ValueError(f"{key} is a DatasetDict; expected one of its splits: {', '.join(map(repr, value))}.")
     if isinstance(value, str | Path | Mapping) or not isinstance(value, Iterable):
         return None

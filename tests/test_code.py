@@ -23,8 +23,7 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 
 def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
-    """Yield public functions and the methods of public classes; not those of autograd's functions, whose context has no
-    type."""
+    """Yield public functions and the methods of public classes."""
     for node in body:
         is_public = not getattr(node, "name", "_").startswith("_") or getattr(node, "name", "") in (
             "__init__",
@@ -32,7 +31,7 @@ def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
         )
         if isinstance(node, ast.FunctionDef) and is_public:
             yield node
-        elif isinstance(node, ast.ClassDef) and is_public and "Function" not in "".join(map(ast.unparse, node.bases)):
+        elif isinstance(node, ast.ClassDef) and is_public:
             yield from public_functions(node.body)
 
 
@@ -58,6 +57,14 @@ def test_facts_that_all_families_share_serve_at_least_three() -> None:
     families = families_of_facts()
     assert len(families) > 60
     assert {name for name, users in families.items() if len(users) < 3} == RARE_FACTS
+
+
+MOST_LINES_WITH_ANY = 236  # lower it when lines go; a foreign value that is checked is `object` or JSON
+
+
+def test_lines_with_any_become_fewer() -> None:
+    lines = [line for file in PACKAGE.rglob("*.py") for line in file.read_text(encoding="utf-8").splitlines()]
+    assert sum(": Any" in line for line in lines) <= MOST_LINES_WITH_ANY
 
 
 MOST_LINES, MOST_PARAMETERS = 60, 7

@@ -94,20 +94,20 @@ def load_run(
     Raises ValueError if the recipe or the preset cannot be found or read, if the preset is for another recipe, or
     without `runs`, if it names a recipe's file, since loading the file runs it.
     """
-    found, preset, overrides = find(recipe, config, overrides, runs)
-    module = catalog.load_recipe(found)
+    recipe_file, preset, overrides = find(recipe, config, overrides, runs)
+    module = catalog.load_recipe(recipe_file)
     if "model" in module.Config.model_fields and not issubclass(module.Config, RecipeConfig):
         # recipes that run a model: generate, chat
         run = next((number for number, word in enumerate(overrides) if "=" not in word), None)
         if run is not None and not any(word.startswith("model.path=") for word in overrides):
             overrides[run] = f"model.path={overrides[run]}"
-    own = preset_recipe(preset) if preset is not None else None
-    if preset is not None and own is not None and not preset_fits(module.Config, preset):
-        name = found.stem if not isinstance(found, catalog.Alias) else found.name
-        if own not in (name, catalog.without_alias(name)):
+    preset_for = preset_recipe(preset) if preset is not None else None
+    if preset is not None and preset_for is not None and not preset_fits(module.Config, preset):
+        name = recipe_file.stem if not isinstance(recipe_file, catalog.Alias) else recipe_file.name
+        if preset_for not in (name, catalog.without_alias(name)):
             raise ValueError(
-                f"the preset {config} is for the recipe {own}, and {name} does not have all of its settings. "
-                f"Run `leanft run {shlex.quote(own)} --config {shlex.quote(str(config))}`."
+                f"the preset {config} is for the recipe {preset_for}, and {name} does not have all of its settings. "
+                f"Run `leanft run {shlex.quote(preset_for)} --config {shlex.quote(str(config))}`."
             )
     if preset is not None:
         overrides = _without_unfitting(preset_values(preset), overrides)
@@ -123,25 +123,27 @@ def load_run(
 def _with_enough_batches(cfg: RecipeConfig, processes: int) -> RecipeConfig:
     """Raise gradient_accumulation_steps so that each process, or group that shares a batch, has a micro-batch per step,
     and a round of sampled completions has all completions of each prompt."""
-    parallel, given, whole = cfg.group(ParallelConfig), cfg.gradient_accumulation_steps, cfg.batches_of_a_round
+    parallel, number_set, whole = cfg.group(ParallelConfig), cfg.gradient_accumulation_steps, cfg.batches_of_a_round
     least = 1 if parallel is None else processes // (parallel.context * parallel.tensor)
-    number = math.ceil(max(given, least) / whole) * whole
-    if number == given:
+    number = math.ceil(max(number_set, least) / whole) * whole
+    if number == number_set:
         return cfg
     reason = (
-        f"each of {processes} processes has a batch" if given < least else "a round has whole groups of completions"
+        f"each of {processes} processes has a batch"
+        if number_set < least
+        else "a round has whole groups of completions"
     )
     typer.echo(
-        f"note: gradient_accumulation_steps={number} instead of {given}, so that {reason}. To choose another number, "
-        "set gradient_accumulation_steps; it counts the batches of all processes.",
+        f"note: gradient_accumulation_steps={number} instead of {number_set}, so that {reason}. To choose another "
+        "number, set gradient_accumulation_steps; it counts the batches of all processes.",
         err=True,
     )
     return cfg.model_copy(update={"gradient_accumulation_steps": number})
 
 
-def batches_of(cfg: BaseModel, given: list[str]) -> list[str]:
-    """Return gradient_accumulation_steps as an override for every process, unless `given` sets it."""
-    is_given = any(word.startswith("gradient_accumulation_steps") for word in given)
+def batches_of(cfg: BaseModel, words: list[str]) -> list[str]:
+    """Return gradient_accumulation_steps as an override for every process, unless the `words` set it."""
+    is_given = any(word.startswith("gradient_accumulation_steps") for word in words)
     if is_given or not isinstance(cfg, RecipeConfig):
         return []
     return [f"gradient_accumulation_steps={cfg.gradient_accumulation_steps}"]
@@ -150,23 +152,23 @@ def batches_of(cfg: BaseModel, given: list[str]) -> list[str]:
 def _without_unfitting(preset: dict[str, str], overrides: list[str]) -> list[str]:
     """Append overrides that disable settings of the preset that do not fit the given ones, with a note for each
     reason."""
-    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     more = list[str]()
 
     def disable(settings: dict[str, str], reason: str) -> None:
-        off = {key: value for key, value in settings.items() if preset.get(key, value) != value and key not in given}
+        off = {key: value for key, value in settings.items() if preset.get(key, value) != value and key not in values}
         if next(iter(settings)) in off:
             ignored = " and ".join(f"{key}={preset[key]}" for key in off)
             typer.echo(f"note: ignoring {ignored} of the preset, because {reason}", err=True)
             more.extend(f"{key}={value}" for key, value in off.items())
 
-    if "data.source" in given:
+    if "data.source" in values:
         held_out = {"data.validation_source": "null"}
-        if "data.validation_fraction" not in given:
+        if "data.validation_fraction" not in values:
             held_out["eval_answers"] = "0"  # no held-out prompts to answer
         evaluate = "To evaluate, set data.validation_source or data.validation_fraction."
         disable(held_out, f"data.source is set. {evaluate}")
-    if (dtype := spelled_out(given.get("model.dtype", "bfloat16"))) != "bfloat16":
+    if (dtype := spelled_out(values.get("model.dtype", "bfloat16"))) != "bfloat16":
         disable({"optimizer.stochastic_rounding": "false"}, f"model.dtype={dtype} is not bfloat16.")
     return [*overrides, *more]
 

@@ -57,9 +57,9 @@ def _first_read(config_class: type[BaseModel]) -> str:
 
 def help_of_recipe(name: str) -> str:
     """Return the text of `leanft run RECIPE --help`: the settings, one per line."""
-    found = catalog.find_recipe(name)
+    recipe_file = catalog.find_recipe(name)
     return (
-        f"leanft run {name} [--config NAME|PATH] [KEY=VALUE ...]\n\n{catalog.summary(found)}\n\n"
-        f"{one_line_each(catalog.load_recipe(found).Config)}\n"
+        f"leanft run {name} [--config NAME|PATH] [KEY=VALUE ...]\n\n{catalog.summary(recipe_file)}\n\n"
+        f"{one_line_each(catalog.load_recipe(recipe_file).Config)}\n"
         f"`leanft cat {name}` explains the settings, `leanft run --help` the options."
     )

@@ -57,20 +57,20 @@ def check(
     from lean_ft.tokenizers import load_tokenizer
 
     folder = _readable_model(model)
-    given = preset_values(preset) if preset else {}
-    given |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
+    settings = preset_values(preset) if preset else {}
+    settings |= {key: value for key, _, value in (text.partition("=") for text in overrides)}
     if any(text.startswith("model.path=") for text in overrides):
         raise ValueError(f"model.path cannot be set: MODEL is {model}. Remove model.path.")
-    given.setdefault("data.source", _CHATS if load_tokenizer(folder).chat_template else _TEXTS)
-    given.setdefault("data.max_length", "256")
-    start = ["output_dir=unused", f"model.path={folder}", f"data.source={given['data.source']}"]
+    settings.setdefault("data.source", _CHATS if load_tokenizer(folder).chat_template else _TEXTS)
+    settings.setdefault("data.max_length", "256")
+    start = ["output_dir=unused", f"model.path={folder}", f"data.source={settings['data.source']}"]
     load_config(recipe.Config, preset, [*start, *overrides])  # raises ValueError for invalid settings
-    common = [f"{k}={v}" for k, v in given.items() if k == "device" or (k[:5] == "data." and k not in _NOT_COMMON)]
+    common = [f"{k}={v}" for k, v in settings.items() if k == "device" or (k[:5] == "data." and k not in _NOT_COMMON)]
 
     def configure(technique: Sequence[str]) -> Any:
         return load_config(recipe.Config, None, [*start, *common, *technique])
 
-    techniques = _techniques(given) or dict(zip(TECHNIQUES, TECHNIQUES, strict=True))
+    techniques = _techniques(settings) or dict(zip(TECHNIQUES, TECHNIQUES, strict=True))
     if quick:
         techniques = {name: text for name, text in techniques.items() if "compile=true" not in text}
     command = ["finetune", *(["--config", config] if config else []), *overrides]
@@ -79,10 +79,10 @@ def check(
     console.stderr, rows = True, []  # only the table goes to stdout
     try:
         with progress() as tell:
-            for name, found in Check(folder, configure, techniques, None if quick else command).run():
+            for name, result in Check(folder, configure, techniques, None if quick else command).run():
                 tell(f"checking {name}")
                 try:
-                    rows += found()
+                    rows += result()
                 except Exception as error:
                     message, code = explain(error)
                     verdict = "skipped" if code == 2 else "FAILED"
@@ -124,14 +124,14 @@ def _readable_model(model: str) -> Path:
     return folder
 
 
-def _techniques(given: Mapping[str, str]) -> dict[str, str]:
+def _techniques(settings: Mapping[str, str]) -> dict[str, str]:
     """Return the techniques that the settings enable by name: each alone (LoRA settings count as one) and all
     together."""
-    found: dict[str, list[str]] = {}
-    for key, value in given.items():
+    techniques: dict[str, list[str]] = {}
+    for key, value in settings.items():
         if key in _KEYS or key.startswith(("memory.", "lora")):
-            found.setdefault("lora" if key.startswith("lora") else key, []).append(f"{key}={value}")
-    texts = [" ".join(group) for group in found.values()]
+            techniques.setdefault("lora" if key.startswith("lora") else key, []).append(f"{key}={value}")
+    texts = [" ".join(group) for group in techniques.values()]
     together = [text for text in texts if not text.startswith("optimizer.stochastic_rounding")]
     more = {"all of these together, in float32": " ".join(together)} if len(together) > 1 else {}
     return dict(zip(texts, texts, strict=True)) | more

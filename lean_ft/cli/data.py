@@ -103,27 +103,27 @@ def stats(
     prompts_only = isinstance(cfg.data, PromptRowsConfig)
     if prompts_only and peak:
         raise ValueError("--peak predicts steps on rows of a length, and this recipe samples its rows. Remove it.")
-    found = statistics.gather_statistics(cfg.data, tokenizer)
+    facts = statistics.gather_statistics(cfg.data, tokenizer)
     console = stdout()
-    console.print(Text(escaped(f"{found.report}\n")))
-    _print_histogram(console, statistics.histogram(found.lengths))
+    console.print(Text(escaped(f"{facts.report}\n")))
+    _print_histogram(console, statistics.histogram(facts.lengths))
     shares = [0.05, 0.5, 0.95, 0.99, 1.0]
-    lengths = statistics.quantiles(found.lengths, shares)
+    lengths = statistics.quantiles(facts.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
     console.print(Text(f"tokens per row, at most: {quantiles}\n"))
-    for unit, tokens in found.of_kinds.items():
+    for unit, tokens in facts.of_kinds.items():
         if len(tokens):
             typical, high, most = statistics.quantiles(tokens, [0.5, 0.99, 1.0])
             console.print(Text(f"tokens per {unit}, at most: 50% {typical:,}, 99% {high:,}, 100% {most:,}\n"))
     if prompts_only:
-        too_long = int((found.lengths > cfg.data.max_length).sum())
+        too_long = int((facts.lengths > cfg.data.max_length).sum())
         console.print(Text(f"{too_long:,} longer than max_prompt_length={cfg.data.max_length}, which a run drops"))
         return
-    for remark in objective_of(cfg.data).remarks(found.lengths, found.num_targets):
+    for remark in objective_of(cfg.data).remarks(facts.lengths, facts.num_targets):
         console.print(Text(escaped(f"{remark}\n")))
     candidates = sorted({*statistics.CANDIDATES, cfg.data.max_length})
     rows = [
-        statistics.at_length(found.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed, sides=len(cfg.data.sides))
+        statistics.at_length(facts.lengths, length, batch_size=cfg.batch_size, seed=cfg.seed, sides=len(cfg.data.sides))
         for length in candidates
     ]
     peaks = _peaks(module, cfg, cfg.data, candidates) if peak else {}
@@ -134,8 +134,8 @@ def stats(
         [
             (
                 f"{row.max_length:,}",
-                f"{row.rows_cut:,} ({row.rows_cut / len(found.lengths):.1%})",
-                f"{row.lost_tokens:,} ({row.lost_tokens / found.lengths.sum():.1%})",
+                f"{row.rows_cut:,} ({row.rows_cut / len(facts.lengths):.1%})",
+                f"{row.lost_tokens:,} ({row.lost_tokens / facts.lengths.sum():.1%})",
                 f"{row.padding:.1%}",
                 f"{row.packed_rows:,}",
                 f"{row.packing_efficiency:.2%}",
@@ -172,21 +172,21 @@ def preview(
 
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     cfg = _with_tools(cfg, tokenizer)
-    found = look(cfg.data, tokenizer, num_rows=rows, batch_size=cfg.batch_size)
+    shown = look(cfg.data, tokenizer, num_rows=rows, batch_size=cfg.batch_size)
     page = Console(file=io.StringIO(), record=True, force_terminal=True, highlight=False, width=PAGE_WIDTH)
     console = stdout() if html is None else page
-    for number, row in enumerate(found.rows, start=1):
+    for number, row in enumerate(shown.rows, start=1):
         _print_row(console, number, row, packed=len(row.documents) > 1 or row.padding is not None)
-    more = len(found.notes) - NOTES_SHOWN
-    for note in [*found.notes[:NOTES_SHOWN], *([f"... and {more:,} more, cut or left out"] if more > 0 else [])]:
+    more = len(shown.notes) - NOTES_SHOWN
+    for note in [*shown.notes[:NOTES_SHOWN], *([f"... and {more:,} more, cut or left out"] if more > 0 else [])]:
         console.print(Text(escaped(note), style="yellow"))
-    console.print(Text(escaped(f"from {found.report}")))
+    console.print(Text(escaped(f"from {shown.report}")))
     if html is not None:
         html.parent.mkdir(parents=True, exist_ok=True)
         picture = r'<img alt="" src="\1">'
         written = re.sub(f"{THUMBNAIL}([\\w:;,+/=]+){THUMBNAIL}", picture, page.export_html(code_format=PAGE))
         html.write_text(written, encoding="utf-8")
-        stdout().print(Text(escaped(f"wrote {html}: {len(found.rows)} rows from {found.report}")))
+        stdout().print(Text(escaped(f"wrote {html}: {len(shown.rows)} rows from {shown.report}")))
 
 
 def _remark(length: int, set_length: int, context_length: int | None) -> str:
@@ -252,7 +252,7 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     rows = RowSources.of(data).first_rows(NUM_ROWS_TO_DETECT)
     fields = next((list(row.fields) for row in rows if row.problem is None), [])
     names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
-    objective = next((one for one in objectives() if one.is_of_file(names, data.format)), None)
+    objective = next((candidate for candidate in objectives() if candidate.is_of_file(names, data.format)), None)
     recipe = "finetune" if objective is None else objective.recipe
     defaults = ["model.path=tiny", *([] if objective is None else objective.settings_of_file(names))]
     note = (

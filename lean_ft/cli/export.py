@@ -87,10 +87,10 @@ def export(
 
     options = {"--dtype": dtype, "--max-shard-size": max_shard_size, "--gguf": gguf, "--base": base}
     flags = {"--dcp": dcp, "--merge": merge, "--keep-vision": keep_vision, "--adapter": adapter, "--ollama": ollama}
-    given = {name for name, value in options.items() if value is not None} | {name for name, on in flags.items() if on}
-    for option, others in _CANNOT_COMBINE.items():
-        if option in given and (found := sorted(given & others)):
-            raise ValueError(f"{option} cannot be combined with {', '.join(found)}. Remove one of them.")
+    used = {name for name, value in options.items() if value is not None} | {name for name, on in flags.items() if on}
+    for option, excluded in _CANNOT_COMBINE.items():
+        if option in used and (conflicting := sorted(used & excluded)):
+            raise ValueError(f"{option} cannot be combined with {', '.join(conflicting)}. Remove one of them.")
     if base is not None and not merge and not keep_vision and not (adapter and gguf):
         raise ValueError(
             "--base is only used with --merge, --keep-vision, or --adapter and --gguf. Add one of them, or remove "

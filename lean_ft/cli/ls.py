@@ -36,10 +36,10 @@ def ls(
     file = catalog.find_recipe(recipe)
     module = catalog.load_recipe(file)
     settings = describe(module.Config)
-    own = {name: preset for name, preset in catalog.presets().items() if _is_of(preset, recipe, module)}
+    presets = {name: preset for name, preset in catalog.presets().items() if _is_of(preset, recipe, module)}
     where = file.file if isinstance(file, catalog.Alias) else file
     stdout().print(f"{catalog.summary(file)}\n{where}\n", markup=False)
-    _print_presets("Presets", own)
+    _print_presets("Presets", presets)
     print_rows("Settings it needs", {s.key: f"{s.description} ({s.type})" for s in settings if s.required})
     with_default = sum(not setting.required for setting in settings)
     stdout().print(f"{with_default} more have defaults: leanft cat {recipe}", markup=False)
@@ -48,11 +48,11 @@ def ls(
 def _is_of(preset: Path, recipe: str, module: ModuleType) -> bool:
     """Whether a preset names the recipe. For a user's recipe, or a preset without a name, whether its settings fit."""
     try:
-        own = preset_recipe(preset)
+        recipe_of_preset = preset_recipe(preset)
     except ValueError:  # a broken preset belongs to no recipe
         return False
-    if own is not None and catalog.is_shipped(module):
-        return own == catalog.without_alias(recipe)
+    if recipe_of_preset is not None and catalog.is_shipped(module):
+        return recipe_of_preset == catalog.without_alias(recipe)
     return preset_fits(module.Config, preset)
 
 

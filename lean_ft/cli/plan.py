@@ -95,31 +95,31 @@ def plan(
     if len(devices) > 1:
         _compare(module, cfg, devices, prices, machines, None if budget is None else budget_bytes)
         return
-    started, found, adapters = time.perf_counter(), None, {}
+    started, search_result, adapters = time.perf_counter(), None, {}
     with progress() as tell:
         tell("simulating a step on shapes")
         try:
-            own = known_or_new(module, cfg, device, machines, needs_timeline=png is not None)
+            rehearsal = known_or_new(module, cfg, device, machines, needs_timeline=png is not None)
         except NotSimulatedError as error:
             raise ValueError(f"{error}") from error
         if budget_bytes is not None:
-            peak = f"peak {gibibytes(own.peak_bytes)} with the given settings; simulating "
+            peak = f"peak {gibibytes(rehearsal.peak_bytes)} with the given settings; simulating "
             room_bytes = budget_bytes - context_bytes
-            found = search(module, cfg, device, room_bytes, lambda s: tell(peak + s), own, machines)
+            search_result = search(module, cfg, device, room_bytes, lambda s: tell(peak + s), rehearsal, machines)
             adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(peak + s), machines)
-    _print_rehearsal(own, device, time.perf_counter() - started)
-    _print_time(own, cfg.max_steps, prices[0])
+    _print_rehearsal(rehearsal, device, time.perf_counter() - started)
+    _print_time(rehearsal, cfg.max_steps, prices[0])
     if ledger:
-        _print_ledger(own)
+        _print_ledger(rehearsal)
     if png is not None:
         from lean_ft.plan.picture import draw_timeline
 
-        draw_timeline(own, png, f"{cfg.model.path} on {device.name}", budget_bytes)
+        draw_timeline(rehearsal, png, f"{cfg.model.path} on {device.name}", budget_bytes)
         typer.echo(f"\ndrawn: {png}")
-    if found is not None and budget_bytes is not None:
+    if search_result is not None and budget_bytes is not None:
         typer.echo("")
-        _print_search(found, own, budget_bytes, context_bytes)
-        _print_adapters(adapters, own, is_gpu=context_bytes > 0)
+        _print_search(search_result, rehearsal, budget_bytes, context_bytes)
+        _print_adapters(adapters, rehearsal, is_gpu=context_bytes > 0)
 
 
 def _prices(text: str | None, num_cards: int) -> list[float | None]:
@@ -181,13 +181,13 @@ def _print_ledger(rehearsal: "Rehearsal") -> None:
         (
             module,
             name,
-            f"{own.number:,.0f}",
-            f"{own.flops / 1e12:,.2f}",
-            gibibytes(int(own.moved_bytes)),
-            f"{own.seconds * 1e3:,.2f} ms",
-            f"{own.seconds / total.seconds:.1%}",
+            f"{costs.number:,.0f}",
+            f"{costs.flops / 1e12:,.2f}",
+            gibibytes(int(costs.moved_bytes)),
+            f"{costs.seconds * 1e3:,.2f} ms",
+            f"{costs.seconds / total.seconds:.1%}",
         )
-        for module, name, own in [*shown, ("", "all", total)]
+        for module, name, costs in [*shown, ("", "all", total)]
     ]
     stdout().print()
     print_table(("module", "kernel", ">launches", ">TFLOP", ">moved", ">time", ">share"), cells)
@@ -215,21 +215,21 @@ def _compare(
         for device, price in zip(devices, prices, strict=True):
             tell(f"simulating a step on {device.name}")
             try:
-                own = known_or_new(module, cfg, device, machines)
+                rehearsal = known_or_new(module, cfg, device, machines)
             except NotSimulatedError as error:
                 raise ValueError(f"{error}") from error
             room = (device.memory_bytes if budget_bytes is None else budget_bytes) or 0
-            fits = "yes" if own.reserved_bytes + CUDA_CONTEXT_BYTES <= room else "no"
-            counted, seconds = _run_seconds(own, cfg.max_steps)
+            fits = "yes" if rehearsal.reserved_bytes + CUDA_CONTEXT_BYTES <= room else "no"
+            counted, seconds = _run_seconds(rehearsal, cfg.max_steps)
             rows.append(
                 (
                     device.name,
                     fits,
-                    gibibytes(own.peak_bytes),
-                    f"{own.tokens_per_second:,.0f}",
-                    _short(own.step_seconds),
+                    gibibytes(rehearsal.peak_bytes),
+                    f"{rehearsal.tokens_per_second:,.0f}",
+                    _short(rehearsal.step_seconds),
                     f"{seconds / 3600:,.2f} h",
-                    *([] if price is None else [_cost(seconds, price, own)]),
+                    *([] if price is None else [_cost(seconds, price, rehearsal)]),
                 )
             )
     cost = [] if prices[0] is None else [">cost"]
@@ -271,11 +271,11 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
         console.print("Times are estimates from the speeds of the card and its links. NCCL's buffers are not counted.")
 
 
-def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:
+def _print_search(search: "Search", rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:
     console, is_gpu = stdout(), context_bytes > 0
     held_back = f" ({gibibytes(context_bytes)} kept for the driver)" if is_gpu else ""
-    if not found.fitting:
-        nearest = found.too_large[0]
+    if not search.fitting:
+        nearest = search.too_large[0]
         console.print(
             f"no settings fit {gibibytes(budget_bytes)}{held_back}. The smallest need "
             f"{gibibytes(nearest.reserved_bytes)}: {nearest.command_line or 'the given settings'}"
@@ -284,11 +284,11 @@ def _print_search(found: "Search", rehearsal: "Rehearsal", budget_bytes: int, co
         return
     console.print(f"settings that fit {gibibytes(budget_bytes)}{held_back}, fastest first:")
     rows = [
-        ("" if i else "  *", *_memory_and_speed(one, rehearsal, is_gpu), one.command_line or "(as given)")
-        for i, one in enumerate(found.fitting[:_SHOWN])
+        ("" if i else "  *", *_memory_and_speed(candidate, rehearsal, is_gpu), candidate.command_line or "(as given)")
+        for i, candidate in enumerate(search.fitting[:_SHOWN])
     ]
     print_table(("", *_MEMORY_AND_SPEED[is_gpu], "overrides"), rows)
-    fastest = found.fitting[0].command_line or "nothing, the given settings are the fastest"
+    fastest = search.fitting[0].command_line or "nothing, the given settings are the fastest"
     console.print(f"\nto use the fastest, add: {fastest}", highlight=False)
     console.print("Speeds are estimates relative to the given settings.")
 
@@ -306,12 +306,12 @@ def _print_adapters(adapters: "dict[str, Search]", rehearsal: "Rehearsal", is_gp
     if not adapters:
         return
     rows, refused = [], []
-    for command, found in adapters.items():
+    for command, search in adapters.items():
         name = "QLoRA" if "nf4" in command else "LoRA"
-        if candidates := [*found.fitting, *found.too_large]:
-            fits, numbers = "yes" if found.fitting else "no", _memory_and_speed(candidates[0], rehearsal, is_gpu)
+        if candidates := [*search.fitting, *search.too_large]:
+            fits, numbers = "yes" if search.fitting else "no", _memory_and_speed(candidates[0], rehearsal, is_gpu)
             rows.append((name, fits, *numbers, f"{command} {candidates[0].command_line}"))
-        refused += [f"{name} is refused: {reason}" for reason in found.refused.values() if not candidates]
+        refused += [f"{name} is refused: {reason}" for reason in search.refused.values() if not candidates]
     stdout().print("\nwith an adapter instead, whose frozen weights are as they are (LoRA) or in 4 bits (QLoRA):")
     print_table(("", "fits", *_MEMORY_AND_SPEED[is_gpu], "recipe and overrides"), rows)
     learning_rate = "An adapter needs a higher optimizer.lr than full fine-tuning, such as 2e-4."

@@ -75,11 +75,11 @@ def run(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # `prepare_torch` sets this for one process
         # Report invalid settings once, before any process starts.
         _, cfg = load_run(recipe, config, overrides, processes=plan.max_nodes * plan.processes_per_node, runs=True)
-        given = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
-        given += batches_of(cfg, given)
+        words = [*([recipe] if recipe else []), *(["--config", config] if config else []), *(overrides or [])]
+        words += batches_of(cfg, words)
         parallel = cfg.group(ParallelConfig) if isinstance(cfg, RecipeConfig) else None
-        parallel = parallel or ParallelConfig()  # pyright: ignore[reportCallIssue]
-        launch(plan, ["run", *given, *(["--debug"] if debug else [])], parallel.timeout_minutes)
+        parallel = parallel or ParallelConfig()
+        launch(plan, ["run", *words, *(["--debug"] if debug else [])], parallel.timeout_minutes)
         return
     command = os.environ.get(COMMAND_VARIABLE, shlex.join(["leanft", *sys.argv[1:]]))
     with OutsideTraining(command):  # before the import of torch, which takes seconds

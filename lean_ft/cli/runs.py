@@ -34,25 +34,25 @@ def runs(
     from lean_ft.training.curves import differing_settings, find_runs
     from lean_ft.training.loggers import as_text
 
-    found = find_runs(folder)
-    keys = differing_settings(found)
+    curves = find_runs(folder)
+    keys = differing_settings(curves)
     if as_json:
         listed = [
             {"run": run.name, "settings": {k: run.settings[k] for k in keys if k in run.settings}, **run.results()}
-            for run in found
+            for run in curves
         ]
         typer.echo(json.dumps(listed, indent=1))
         return
-    if not found:
+    if not curves:
         typer.echo(f"no runs in {folder}")
         return
     console = stdout()
     width = console.width if console.is_terminal else _PIPE_COLUMNS
-    results = [run.results_as_text() for run in found]
+    results = [run.results_as_text() for run in curves]
     settings = {
-        key: [_shortened(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in found] for key in keys
+        key: [_shortened(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in curves] for key in keys
     }
-    columns = {"run": [_shortened(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in found], **settings}
+    columns = {"run": [_shortened(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in curves], **settings}
     columns |= {f">{name}": [result[name] for result in results] for name in results[0]}
     most_values = sorted(settings, key=lambda key: -len(set(settings[key])))
     results_first = ["run", ">steps", ">result", ">held-out", *most_values[:2], ">best", ">peak", ">tokens/s"]

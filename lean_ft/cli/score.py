@@ -69,8 +69,8 @@ def score(
     overrides = [argument for argument in arguments or [] if "=" in argument]
     destinations = [Path(argument).expanduser() for argument in arguments or [] if "=" not in argument]
     if len(destinations) > 1:
-        found = ", ".join(map(str, destinations))
-        raise ValueError(f"expected one DEST, found {found}. Write settings as key=value.")
+        names = ", ".join(map(str, destinations))
+        raise ValueError(f"expected one DEST, found {names}. Write settings as key=value.")
     destination = destinations[0] if destinations else None
     if top_k is not None:
         from lean_ft.frozen.teacher_cache import keep_teacher
@@ -79,10 +79,10 @@ def score(
             raise ValueError("--top-k cannot be combined with --per-token or --force. Remove them.")
         if destination is None:
             raise ValueError("--top-k needs DEST, the folder to write: leanft score MODEL FILE DEST --top-k K.")
-        own = {"model.path": model, "data.source": file, "destination": destination, "device": device}
-        own |= {"top_k": top_k, "temperature": temperature} | ({} if dtype is None else {"model.dtype": dtype})
-        given = [f"{key}={value}" for key, value in own.items()]
-        keep_teacher(load_config(KeepTeacherConfig, None, [*given, *overrides]))
+        settings = {"model.path": model, "data.source": file, "destination": destination, "device": device}
+        settings |= {"top_k": top_k, "temperature": temperature} | ({} if dtype is None else {"model.dtype": dtype})
+        words = [f"{key}={value}" for key, value in settings.items()]
+        keep_teacher(load_config(KeepTeacherConfig, None, [*words, *overrides]))
         return
     data = load_config(_Rows, None, [f"data.source={file}", *overrides]).data
     if destination is not None and destination.exists() and not force:

@@ -76,8 +76,8 @@ def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[
     from lean_ft.tokenizers import load_tokenizer
     from lean_ft.training.starting import decide_start
 
-    def group(kind: type[GroupT]) -> GroupT | None:
-        return next((value for _, value in cfg if isinstance(value, kind)), None)
+    def group(group_class: type[GroupT]) -> GroupT | None:
+        return next((value for _, value in cfg if isinstance(value, group_class)), None)
 
     problems, notes, tokenizer = list[str](), list[str](), None
     model, distill = group(ModelConfig), group(DistillConfig)
@@ -183,10 +183,10 @@ def _read_first_rows(data: DataConfig, tokenizer: "Tokenizer | None", source: st
     from lean_ft.data.sources import RowSources, source_files
 
     sources = RowSources.of(data, [source])
-    (one,) = sources.sources
-    path = one.path
-    if is_function_path(one.format):
-        return f"{one.format} reads the rows of {path} in the run. validate does not call it"
+    (data_source,) = sources.sources
+    path = data_source.path
+    if is_function_path(data_source.format):
+        return f"{data_source.format} reads the rows of {path} in the run. validate does not call it"
     if source_files(path) is None and not resolve_data_path(path).is_dir():
         return f"{path} is a dataset of the Hub. The run downloads it."
     rows = sources.first_rows(NUM_ROWS_TO_DETECT)

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,8 +94,8 @@ class _Reader:
             raise self.damaged(f"a value of the unknown type {kind}")
         return self.number(_SCALARS[kind])
 
-    def damaged(self, found: str) -> ValueError:
-        return ValueError(f"{self.file} is damaged: its header has {found}. Download it again.")
+    def damaged(self, content: str) -> ValueError:
+        return ValueError(f"{self.file} is damaged: its header has {content}. Download it again.")
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
@@ -121,9 +122,9 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
         number, start = reader.number("I"), reader.number("Q")
         kind, block, block_bytes = kinds.get(number, (str(number), 0, 0))
         if not block:
-            known = ", ".join(name for name, size, _ in kinds.values() if size)
+            names = ", ".join(name for name, size, _ in kinds.values() if size)
             raise ValueError(
-                f"{file} stores {name} as {kind}; expected one of {known}. Choose another file of the model."
+                f"{file} stores {name} as {kind}; expected one of {names}. Choose another file of the model."
             )
         columns = shape[-1] if num_dims > 1 else 1
         if (num_dims == 1 and block > 1) or columns % block or 0 in shape:
@@ -148,9 +149,9 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
 
 
 @lru_cache(maxsize=1)
-def _kinds(gguf: Any) -> dict[int, tuple[str, int, int]]:
+def _kinds(gguf: ModuleType) -> dict[int, tuple[str, int, int]]:
     """Each kind's name, and the numbers and bytes of its blocks; no numbers in a kind that cannot be dequantized."""
-    found = {}
+    sizes = {}
     for kind in gguf.GGMLQuantizationType:
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         try:
@@ -158,8 +159,8 @@ def _kinds(gguf: Any) -> dict[int, tuple[str, int, int]]:
                 gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
         except NotImplementedError:
             block = 0
-        found[int(kind)] = (kind.name, block, block_bytes)
-    return found
+        sizes[int(kind)] = (kind.name, block, block_bytes)
+    return sizes
 
 
 class Facts:
@@ -244,8 +245,8 @@ class Facts:
         """The numbers of a vector outside the layers, in the shortest decimals."""
         stored = self.tensors.get(name)
         if stored is None or stored.kind != "F32" or stored.shape != (length,):
-            found = "is missing" if stored is None else f"is {list(stored.shape)} {stored.kind}"
-            raise ValueError(f"{self.file}: {name} {found}; expected [{length}] F32.")
+            problem = "is missing" if stored is None else f"is {list(stored.shape)} {stored.kind}"
+            raise ValueError(f"{self.file}: {name} {problem}; expected [{length}] F32.")
         values = self.vectors.get(name)
         values = np.fromfile(self.file, np.float32, length, offset=stored.offset) if values is None else values
         return [float(str(number)) for number in np.asarray(values, np.float32)]

@@ -57,36 +57,40 @@ def gguf_tensors(folder: Path, model: "Decoder") -> dict[str, StoredTensor]:
     return dict(_stored_parameters(facts, model, family))
 
 
-def _check_metadata(facts: Facts, own: Mapping[str, Any], read: list[str]) -> None:
+def _check_metadata(facts: Facts, expected: Mapping[str, Any], read: list[str]) -> None:
     """Raise ValueError unless a file of the model that was read has the same metadata."""
     unused = {key for key in facts.values if key.startswith("ssm.") and facts.architecture.startswith("granite")}
-    if unknown := sorted(facts.values.keys() - own.keys() - set(read) - _UNCHECKED - unused):
+    if unknown := sorted(facts.values.keys() - expected.keys() - set(read) - _UNCHECKED - unused):
         raise ValueError(
             f"{facts.file} has the metadata {', '.join(unknown)}, which lean_ft does not read for "
             f"{facts.architecture}. {USE_FOLDER}"
         )
-    for key in facts.values.keys() & own.keys() - _UNCHECKED:
-        if not _is_same(facts.values[key], own[key], facts.num_layers):
-            raise ValueError(f"{facts.file}: {key} is {facts.values[key]}; expected {own[key]}. {USE_FOLDER}")
+    for key in facts.values.keys() & expected.keys() - _UNCHECKED:
+        if not _is_same(facts.values[key], expected[key], facts.num_layers):
+            raise ValueError(f"{facts.file}: {key} is {facts.values[key]}; expected {expected[key]}. {USE_FOLDER}")
 
 
-def _is_same(found: Any, own: Any, num_layers: int) -> bool:
-    if isinstance(found, list) or isinstance(own, list):  # a file also counts the layers that draft tokens
-        found, own = (one[:num_layers] if isinstance(one, list) else [one] * num_layers for one in (found, own))
-        return len(found) == len(own) and all(_is_same(*pair, num_layers) for pair in zip(found, own, strict=True))
-    if isinstance(found, int | float) and isinstance(own, int | float):
-        return math.isclose(found, own, rel_tol=1e-4)
-    return found == own
+def _is_same(stored: object, expected: object, num_layers: int) -> bool:
+    if isinstance(stored, list) or isinstance(expected, list):  # a file also counts the layers that draft tokens
+        each, each_expected = (
+            value[:num_layers] if isinstance(value, list) else [value] * num_layers for value in (stored, expected)
+        )
+        return len(each) == len(each_expected) and all(
+            _is_same(*pair, num_layers) for pair in zip(each, each_expected, strict=True)
+        )
+    if isinstance(stored, int | float) and isinstance(expected, int | float):
+        return math.isclose(stored, expected, rel_tol=1e-4)
+    return stored == expected
 
 
 def _check_tensors(facts: Facts, model: "Decoder", family: GGUFFamily) -> None:
     """Raise ValueError unless the file has the model's tensors, in their shapes."""
     expected = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
     unread = tuple(f"blk.{i}." for i in range(facts.num_layers, facts.count("block_count")))  # layers that draft tokens
-    found = {name for name in facts.tensors if not name.startswith(unread)} - {"rope_freqs.weight"}
+    in_file = {name for name in facts.tensors if not name.startswith(unread)} - {"rope_freqs.weight"}
     for problem, names in (
         ("lacks", expected.keys() - facts.tensors.keys()),
-        ("has unexpected", found - expected.keys()),
+        ("has unexpected", in_file - expected.keys()),
     ):
         if names:
             few = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -115,7 +119,7 @@ def _stored_parameters(facts: Facts, model: "Decoder", family: GGUFFamily) -> It
         if model.source.is_transposed(name):
             steps = (("transpose",), *steps)
         pieces = list(model.source.stored(name, parameter))
-        sources = [GGUFTensor(facts.file, *facts.tensors[one]) for one in names]
+        sources = [GGUFTensor(facts.file, *facts.tensors[name_in_file]) for name_in_file in names]
         if not names:
             numbers = facts.metadata.get(key := f"xielu.{name.rpartition('.')[2]}")
             if not isinstance(numbers, list) or [type(number) for number in numbers] != [float] * facts.num_layers:
@@ -194,7 +198,7 @@ class ArrangedTensor(StoredTensor):
 
     def read_part(self, part: Part) -> None:
         """Fill this rank's part of the tensor, with memory for the whole in float32, or for one matrix of a stack."""
-        if any(len(one.shape) != 3 or one.shape[0] != self.shape[0] for one in (self, *self.sources)):
+        if any(len(tensor.shape) != 3 or tensor.shape[0] != self.shape[0] for tensor in (self, *self.sources)):
             whole = load([source.read().float() for source in self.sources], self.steps, self.shape)
             part.values.copy_(part.within(whole.contiguous()))
             return

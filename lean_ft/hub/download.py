@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lean_ft.hub.errors import OTHER_DISK, DownloadFailed, HubUnreachable, explained
 from lean_ft.system.whole_files import write_whole
@@ -154,11 +154,11 @@ def _is_relative_path(file: str) -> bool:
     return bool(parts) and parts[0] != "/" and ".." not in parts and not re.search(r"[\\\0]", file) and not too_long
 
 
-def _invalid_answer(what: str, found: Any) -> DownloadFailed:
+def _invalid_answer(what: str, answer: object) -> DownloadFailed:
     from huggingface_hub import constants
 
     return DownloadFailed(
-        f"{constants.ENDPOINT} returned an invalid value for {what}: {str(found)[:100]!r}. Nothing was written. Check "
+        f"{constants.ENDPOINT} returned an invalid value for {what}: {str(answer)[:100]!r}. Nothing was written. Check "
         "HF_ENDPOINT."
     )
 

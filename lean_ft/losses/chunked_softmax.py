@@ -98,9 +98,9 @@ class WeightGradient:
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype
-        kind = device_type(weight.device)
-        self.sums_in_products = kind == "cuda" and multiplies_into_float32(weight.dtype)
-        self.added_elements = ADDED_ELEMENTS if kind == "cpu" else weight.numel()
+        device_kind = device_type(weight.device)
+        self.sums_in_products = device_kind == "cuda" and multiplies_into_float32(weight.dtype)
+        self.added_elements = ADDED_ELEMENTS if device_kind == "cpu" else weight.numel()
         self.slice_rows = len(weight) if self.sums_in_products else VOCAB_SLICE
         self.gradient: Tensor | None = None  # (V, D)
         self.slices: list[Tensor] = []
@@ -304,7 +304,7 @@ describe_part = partial(work_of, _describe_part)
 gradient = partial(work_of, _write_gradient)
 
 
-def _in_blocks(function: Callable[..., None], terms: Any, softcap: float | None) -> Work:
+def _in_blocks(function: Callable[..., None], terms: Capped, softcap: float | None) -> Work:
     """Return the uncompiled pass, which processes a few rows at a time to keep the float32 copies small."""
 
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
@@ -329,7 +329,7 @@ def _compiled_cap(softcap: float) -> Work:
 
 
 @cache
-def _compiled(function: Callable[..., None], terms: Any, softcap: float | None) -> Work:
+def _compiled(function: Callable[..., None], terms: Capped, softcap: float | None) -> Work:
     def work(logits: Tensor, *of_tokens: Tensor) -> None:
         function(terms, logits, *of_tokens)
 

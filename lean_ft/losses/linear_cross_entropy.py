@@ -19,7 +19,7 @@ Shapes: N target tokens, C tokens per chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from lean_ft.losses.chunked_softmax import (
     sum_dtype,
 )
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.system.autograd import AutogradContext
 
 if TYPE_CHECKING:
     from lean_ft.parallel.vocabulary import CutVocabulary
@@ -90,7 +91,7 @@ def linear_cross_entropy(
     terms = Terms(softcap, label_smoothing, z_loss, vocab_size=0 if cut is None else cut.vocab_size)
     check_shapes("linear_cross_entropy", hidden, weight, labels)
     labels, hidden = select_targets(labels, num_targets, hidden)
-    passes: Any = Passes(describe_with_gradient(terms, compile), chunk_tokens or max(len(labels), 1))
+    passes: TokenPasses = Passes(describe_with_gradient(terms, compile), chunk_tokens or max(len(labels), 1))
     if cut is not None:
         needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         passes = cut.passes(len(labels), chunk_tokens, terms, compile, needs_gradient)
@@ -132,9 +133,23 @@ def select_targets(labels: Tensor, num_targets: int | None, *states: Tensor) -> 
     return labels.index_select(0, targets), *(state.index_select(0, targets) for state in states)
 
 
-class Passes(NamedTuple):
+class TokenPasses(Protocol):
     """The work of `SumOfLosses` on each chunk of tokens. `lean_ft.parallel.vocabulary` has the passes of a sharded
-    vocabulary.
+    vocabulary."""
+
+    def chunks(self, hidden: Tensor, projection: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield each chunk's slice of the tokens, its hidden states (C, D) and its logits (C, V)."""
+        ...
+
+    def work(self, chunk: slice, logits: Tensor, labels: Tensor, rows: Tensor) -> None:
+        """Overwrite the logits (C, V) with their gradient and write each token's values to `rows` (C, columns)."""
+        ...
+
+    def gradient_of_hidden(self, grad_logits: Tensor, projection: Tensor) -> Tensor: ...
+
+
+class Passes(NamedTuple):
+    """The passes of a whole vocabulary.
 
     `work_of_chunk` gets logits (C, V), labels (C,), the tensors that `beside` returns for the chunk, and rows (C,
     columns). It overwrites the logits with their gradient and writes each token's values to the rows, the loss first.
@@ -154,16 +169,22 @@ class Passes(NamedTuple):
         return grad_logits @ projection
 
 
+class _SumContext(AutogradContext[()]):
+    # Both until backward has used them, and None if the call needs no gradient of the tensor.
+    grad_hidden: Tensor | None
+    weight_sum: WeightGradient | None
+
+
 class SumOfLosses(torch.autograd.Function):
     """Sum of token losses, with gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _SumContext,
         hidden: Tensor,  # (N, D)
         weight: Tensor,  # (V, D)
         labels: Tensor,  # (N,)
-        passes: Any,  # `Passes`
+        passes: TokenPasses,
         accumulation_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         grad_enabled: bool,
@@ -190,7 +211,7 @@ class SumOfLosses(torch.autograd.Function):
         return sums[LOSS].clone(), sums
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SumContext, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grad_hidden is None and ctx.weight_sum is None:
             raise RuntimeError(
                 "the gradients of this loss were used already. Compute the loss again for a second backward."

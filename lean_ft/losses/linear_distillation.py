@@ -169,8 +169,8 @@ def linear_distillation(
         passes = [work_of(_compare_kept, mixture, compile=False)]
 
     def work(*of_chunk: Tensor) -> None:
-        for one in passes:
-            one(*of_chunk)
+        for run_pass in passes:
+            run_pass(*of_chunk)
 
     loss, sums = SumOfLosses.apply(
         hidden,
@@ -263,9 +263,9 @@ def _compare_logits(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: T
     """Write the divergence and the mixed loss."""
     divergence, kl = _divergence(mixture, *_log_probs(mixture, logits, teacher, rows))
     share = mixture.cross_entropy_weight
-    known = rows.split(1, 1)
-    loss = (1 - share) * divergence + share * known[CROSS_ENTROPY]
-    rows.copy_(torch.cat([loss, *known[IS_RIGHT:DIVERGENCE], divergence, kl, *known[LOG_Z:]], 1))
+    columns = rows.split(1, 1)
+    loss = (1 - share) * divergence + share * columns[CROSS_ENTROPY]
+    rows.copy_(torch.cat([loss, *columns[IS_RIGHT:DIVERGENCE], divergence, kl, *columns[LOG_Z:]], 1))
 
 
 def _write_gradient(mixture: Mixture, logits: Tensor, labels: Tensor, teacher: Tensor, rows: Tensor) -> None:

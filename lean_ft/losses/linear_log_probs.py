@@ -16,7 +16,7 @@ differently.
 Shapes: N pairs, C pairs per chunk, D hidden size, V vocabulary.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from lean_ft.losses.chunked_softmax import (
 )
 from lean_ft.losses.linear_cross_entropy import check_range
 from lean_ft.losses.statistics import TokenStatistics
+from lean_ft.system.autograd import AutogradContext
 
 
 def linear_log_probs(
@@ -100,10 +101,18 @@ def linear_log_probs(
     return log_probs
 
 
+class _LogProbsContext(AutogradContext[Tensor, Tensor, Tensor, Tensor]):
+    """Saves hidden, weight, label and log Z if backward recomputes the logits, otherwise nothing."""
+
+    recomputes: bool
+    settings: tuple[int, torch.dtype, torch.dtype, Terms, bool]  # only if it recomputes
+    grad_hidden: Tensor | None  # of each log-probability, until backward has used it
+
+
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LogProbsContext,
         hidden: Tensor,  # (N, D)
         weight: Tensor,  # (V, D)
         label: Tensor,  # (N,)
@@ -137,7 +146,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return rows[:, LOSS].neg(), rows
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LogProbsContext, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad, _ = grad_outputs  # (N,)
         if not ctx.recomputes:
             if ctx.grad_hidden is None:

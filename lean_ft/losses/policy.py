@@ -224,15 +224,15 @@ def batch_loss(
     )
 
 
-def _divergence(s: Tensor, ratio: Tensor, kind: str) -> Tensor:
+def _divergence(s: Tensor, ratio: Tensor, estimator: str) -> Tensor:
     """Return Schulman's estimates of the divergence, http://joschu.net/blog/kl-approx.html. As a loss, k1's gradient
     has mean zero and k3's is biased (Tang and Munos 2025, arXiv:2506.09477)."""
-    if kind == "k1":
+    if estimator == "k1":
         return s
-    if kind == "k2":
+    if estimator == "k2":
         return s.square() / 2
     k3 = (-s).exp() - 1 + s
-    return k3 * ratio if kind == "corrected" else k3
+    return k3 * ratio if estimator == "corrected" else k3
 
 
 def _is_clipped(name: str, ratio: Tensor, advantages: Tensor, settings: dict[str, float]) -> Tensor:
@@ -275,16 +275,16 @@ def deviation(values: Tensor, counted: Tensor, dim: int) -> Tensor:
 
 
 def correction(
-    old_logps: Tensor, sampler_logps: Tensor, mask: Tensor, kind: str, bound: float = 2.0
+    old_logps: Tensor, sampler_logps: Tensor, mask: Tensor, mode: str, bound: float = 2.0
 ) -> tuple[Tensor, Tensor]:
     """Return importance weights for completions sampled with other probabilities than the trainer's (another engine,
     older weights, top-p), and whether each was limited.
 
-    kind: LEVEL_ACTION, with TRL's names. The weight is exp(old - sampler) per token, (B, T), with the level `token`, or
+    mode: LEVEL_ACTION, with TRL's names. The weight is exp(old - sampler) per token, (B, T), with the level `token`, or
     per completion, (B, 1), with `sequence`. Above `bound`, `truncate` sets it to `bound` and `mask` to zero. Weights
     have no gradient. Yao et al. 2025 (truncated importance sampling).
     """
-    level, _, what = kind.partition("_")
+    level, _, what = mode.partition("_")
     log_ratio = ((old_logps - sampler_logps) * mask).detach()
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)

@@ -76,8 +76,8 @@ def unpaired_loss(
         ValueError: if `name` is unknown.
     """
     if name not in UNPAIRED_LOSSES:
-        known = ", ".join(UNPAIRED_LOSSES)
-        raise ValueError(f"unknown unpaired loss {name!r}.{did_you_mean(name, UNPAIRED_LOSSES)} Expected {known}.")
+        names = ", ".join(UNPAIRED_LOSSES)
+        raise ValueError(f"unknown unpaired loss {name!r}.{did_you_mean(name, UNPAIRED_LOSSES)} Expected {names}.")
     losses = UNPAIRED_LOSSES[name](gained, is_desirable, baseline, beta)
     return losses * torch.where(is_desirable, desirable_weight, undesirable_weight)
 

@@ -38,8 +38,8 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
     The compiler then sees what is recomputed, and offloading sees what compiled layers keep. Raises ValueError for
     settings that contradict each other, the model or its device.
     """
-    kind = memory.activation_checkpointing
-    if kind == "budget" and not compile:
+    checkpointing = memory.activation_checkpointing
+    if checkpointing == "budget" and not compile:
         raise ValueError(
             "memory.activation_checkpointing=budget needs the compiler, but compile=false. Set compile=true, or "
             "memory.activation_checkpointing=selective."
@@ -52,11 +52,11 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
         )
     if memory.tile_mlp:
         tile_mlp(model, memory.tile_mlp)
-    if kind in ("full", "every_n", "selective"):
-        every = memory.checkpoint_every_n if kind == "every_n" else 1
-        checkpoint_layers(model, every, keep=memory.selective_keeps if kind == "selective" else "nothing")
+    if checkpointing in ("full", "every_n", "selective"):
+        every = memory.checkpoint_every_n if checkpointing == "every_n" else 1
+        checkpoint_layers(model, every, keep=memory.selective_keeps if checkpointing == "selective" else "nothing")
     if compile:
-        compile_layers(model, memory.activation_budget if kind == "budget" else None)
+        compile_layers(model, memory.activation_budget if checkpointing == "budget" else None)
     if memory.frozen_embeddings == "host":
         device = next(model.parameters()).device
         link = open_link(device, "memory.frozen_embeddings=host", "memory.frozen_embeddings=device")

@@ -16,7 +16,12 @@ from types import MethodType
 from typing import Any, Literal
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lean_ft.memory.compiling import decoder_layers
 from lean_ft.torch_private import CHECKPOINT_LOGGER
@@ -64,15 +69,15 @@ def _is_other_warning(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
-def _checkpointed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(layer: nn.Module, *args: object, **kwargs: Any) -> Any:
     return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, **kwargs)
 
 
-def _keeping_attention(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _keeping_attention(layer: nn.Module, *args: object, **kwargs: Any) -> Any:
     return _checkpointed(layer, *args, context_fn=partial(_contexts, "attention"), **kwargs)
 
 
-def _keeping_products(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _keeping_products(layer: nn.Module, *args: object, **kwargs: Any) -> Any:
     return _checkpointed(layer, *args, context_fn=partial(_contexts, "products"), **kwargs)
 
 
@@ -80,7 +85,7 @@ _FORWARDS = {"nothing": _checkpointed, "attention": _keeping_attention, "product
 
 
 def _contexts(keep: Kept) -> Any:
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: SelectiveCheckpointContext, operation: object, *_: object, **__: object) -> CheckpointPolicy:
         kept = any(name in str(operation) for name in KEPT_OPERATIONS[keep])
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

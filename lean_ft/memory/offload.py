@@ -38,7 +38,7 @@ def offload_to(model: nn.Module, link: HostLink) -> "Offloaded":
     offloaded = Offloaded(link, model)
     forward = model.forward  # bound; another technique may have edited it
 
-    def offloading(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def offloading(_: nn.Module, *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         offloaded.begin()
@@ -90,8 +90,8 @@ class Offloaded:
             or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: it is smaller than it looks
         ):
             return tensor
-        if (known := self._known(tensor)) is not None:
-            return known
+        if (packed := self._known(tensor)) is not None:
+            return packed
         sent = self._link.send(tensor)
         self._places[id(sent)] = len(self._order)
         self._order.append(ref(sent))

@@ -24,13 +24,13 @@ def stream_experts(model: nn.Module, link: HostLink) -> int:
     """Keep the stacks of experts on the host, and return the number of layers that have some. All layers must be
     checkpointed. Raises ValueError if the model has no experts, or trains their stacks."""
     experts: list[Any] = list(experts_of(model).values())
-    stored = [[tensor for frozen in own.stacks() for tensor in frozen.tensors] for own in experts]
+    stored = [[tensor for frozen in module.stacks() for tensor in frozen.tensors] for module in experts]
     if not experts or any(tensor.requires_grad for tensors in stored for tensor in tensors):
-        found = "the model's experts are trained" if experts else "this model has none"
-        raise ValueError(f"memory.experts=streamed needs frozen experts, but {found}. Set memory.experts=device.")
+        reason = "the model's experts are trained" if experts else "this model has none"
+        raise ValueError(f"memory.experts=streamed needs frozen experts, but {reason}. Set memory.experts=device.")
     streamed = StreamedStacks(stored, link)
-    for index, own in enumerate(experts):
-        own.stacks = partial(streamed.stacks, own, index)
+    for index, module in enumerate(experts):
+        module.stacks = partial(streamed.stacks, module, index)
     return len(experts)
 
 

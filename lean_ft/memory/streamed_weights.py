@@ -50,7 +50,7 @@ class StreamedLayer(nn.Module):
         for _, sent in self._weights:
             self._link.prefetch(sent)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         for param, sent in self._weights:
             param.data = self._link.fetch(sent)
         (following,) = self._following

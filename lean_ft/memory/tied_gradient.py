@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models import Decoder
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.host_link import HostLink, Sent
 
 
@@ -59,9 +60,8 @@ class _OutputWeight:
         self.awaited: set[str] = set()  # parameters whose gradients come shortly before the embedding's
         self._seen: set[str] = set()  # those of them whose gradients have come
 
-    def __deepcopy__(
-        self, memo: Any
-    ) -> "_OutputWeight":  # a copied model makes its output weight in its own forward pass
+    def __deepcopy__(self, memo: dict[int, object]) -> "_OutputWeight":
+        # A copied model makes its output weight in its own forward pass.
         return _OutputWeight(copy.deepcopy(self.embedding, memo), self.link)
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _OutputWeight:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             self._weight = None
             return F.embedding(ids, weight)
-        rows, handed_out = _Embedding.apply(ids, weight, self)  # type: ignore[misc]
+        rows, handed_out = _Embedding.apply(ids, weight, self)
         self._weight = handed_out
         return rows
 
@@ -80,7 +80,7 @@ class _OutputWeight:
             return self._weight
         # Created here, not in `look_up`: backward runs the most recently created node first, so this one must be
         # created after the layers to run before them.
-        return _Park.apply(self._weight, self)  # type: ignore[return-value]
+        return _Park.apply(self._weight, self)
 
     def send(self, grad: Tensor) -> Tensor:
         """Copy the gradient to the host; return a placeholder that takes no memory."""
@@ -100,25 +100,30 @@ class _OutputWeight:
         if not self._waiting:
             return None
         assert self.link is not None
-        first, *others = (self.link.fetch(sent) for sent in self._waiting)
+        first, *further = (self.link.fetch(sent) for sent in self._waiting)
         self._waiting.clear()
-        for other in others:
+        for other in further:
             first.add_(other)
         return first
+
+
+class _EmbeddingContext(AutogradContext[Tensor]):  # ids
+    shape: torch.Size  # of the weight
+    output: _OutputWeight
 
 
 class _Embedding(torch.autograd.Function):
     """Returns rows of the weight and the weight itself, so that backward receives the gradients of both."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, output: _OutputWeight) -> tuple[Tensor, Tensor]:
+    def forward(ctx: _EmbeddingContext, ids: Tensor, weight: Tensor, output: _OutputWeight) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.shape, ctx.output = weight.shape, output
         ctx.set_materialize_grads(False)
         return F.embedding(ids, weight), weight.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: _EmbeddingContext, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         grad_rows, gradient = grad_outputs
         if gradient is not None and ctx.output.link is not None:
@@ -133,14 +138,18 @@ class _Embedding(torch.autograd.Function):
         return None, gradient, None
 
 
+class _ParkContext(AutogradContext[()]):
+    output: _OutputWeight
+
+
 class _Park(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, output: _OutputWeight) -> Tensor:
+    def forward(ctx: _ParkContext, weight: Tensor, output: _OutputWeight) -> Tensor:
         ctx.output = output
         return weight.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _ParkContext, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return ctx.output.send(grad_outputs[0]), None
 
 

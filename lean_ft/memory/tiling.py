@@ -33,21 +33,21 @@ def tile_mlp(model: nn.Module, num_tiles: int) -> int:
         raise ValueError(f"tile_mlp expects at least 2 tiles, but got {num_tiles}")
     layers = getattr(model, "layers", None)
     parts = [getattr(layer, name, None) for layer in layers or () for name in ("mlp", "mixture")]
-    found: list[Any] = [part for part in parts if isinstance(part, nn.Module)]
-    if not found:
+    mlps: list[Any] = [part for part in parts if isinstance(part, nn.Module)]
+    if not mlps:
         raise ValueError(f"tile_mlp expects a model whose `layers` have an `mlp`, but got {type(model).__name__}")
-    for mlp in found:
+    for mlp in mlps:
         mlp.num_tiles = num_tiles
         mlp.forward = MethodType(_tiled, mlp)
         for weight in quantized_weights(mlp).values():  # all tiles need it
             weight.form = weight.form._replace(stays_whole=True)
-    return len(found)
+    return len(mlps)
 
 
-def _tiled(mlp: nn.Module, x: Tensor, *others: Tensor) -> Any:  # (B, T, D) each
+def _tiled(mlp: nn.Module, x: Tensor, *further: Tensor) -> Any:  # (B, T, D) each
     num_tiles: Any = mlp.num_tiles
     forward = type(mlp).forward
-    cut = (each.flatten(0, -2).tensor_split(num_tiles) for each in (x, *others))
+    cut = (each.flatten(0, -2).tensor_split(num_tiles) for each in (x, *further))
     tiles = [checkpoint(forward, mlp, *tile, use_reentrant=False) for tile in zip(*cut, strict=True)]
     if isinstance(tiles[0], tuple):  # a mixture of experts also returns its router's logits
         results, *logits = (torch.cat(parts) for parts in zip(*tiles, strict=True))

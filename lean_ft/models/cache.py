@@ -291,7 +291,7 @@ class KVCache:
         return [tensor for kept in self.states.values() for tensor in kept if tensor is not None]
 
 
-def _shifts(parts: Sequence[KVCache], rows: Any) -> Tensor | None:
+def _shifts(parts: Sequence[KVCache], rows: Tensor | slice) -> Tensor | None:
     """The shifts of some rows of several caches."""
     if all(part.shifts is None for part in parts):
         return None

@@ -19,6 +19,7 @@ from lean_ft.models.own_families import naming_row, remedy
 from lean_ft.models.rope_settings import head_dim_of, num_kv_heads_of
 from lean_ft.models.vision.config import VISION_FAMILIES, VisionFamily
 from lean_ft.system.config_fields import MAX_LAYERS, ConfigFields, listed
+from lean_ft.system.foreign_values import JSON
 
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
@@ -148,7 +149,7 @@ def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _rope(rope: Any, vision: VisionFamily | None) -> Any:
+def _rope(rope: JSON, vision: VisionFamily | None) -> JSON:
     """Rotary settings. Without images, the sections of multimodal positions are left out, which are equal for text."""
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return rope
@@ -263,7 +264,7 @@ def gives_scores(config: Mapping[str, Any]) -> bool:
     return isinstance(architectures, list) and architectures == [_score_architecture(config.get("model_type"))]
 
 
-def _score_architecture(model_type: Any) -> str | None:
+def _score_architecture(model_type: object) -> str | None:
     family = family_of(model_type)
     return f"{family.scores_as}{OF_SCORES}" if family is not None and family.scores_as else None
 

@@ -108,7 +108,7 @@ def _keep_packed(module: nn.Linear, weight: Tensor) -> bool:
     """Give the layer a packed copy of `weight` as its weight, if the CPU can; return whether it can."""
     if can := _can_pack(weight.dtype):
         module.weight = nn.Parameter(_pack(weight), requires_grad=False)
-        module.forward = MethodType(_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
+        module.forward = MethodType(_forward, module)
     return can
 
 

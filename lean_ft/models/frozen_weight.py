@@ -18,7 +18,7 @@ Shapes: E experts, O outputs, I inputs.
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.models.layers import is_on_cuda
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
 from lean_ft.system.shards import part_of, whole_numel
 
@@ -217,8 +218,8 @@ class FrozenParameter(nn.Module):
             weight = torch.empty(self.form.shape, dtype=self.form.dtype, device=device)
             fill(name, weight)
             return self.quantize(weight)
-        own = {key: getattr(self, key) for key in TENSORS[self.form.kind]}
-        tensors = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for key, tensor in own.items()}
+        by_key = {key: getattr(self, key) for key in TENSORS[self.form.kind]}
+        tensors = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for key, tensor in by_key.items()}
         for key, tensor in tensors.items():
             fill(f"{name}.{key}", tensor)
         return Frozen(self.form, tuple(tensors.values()))
@@ -226,8 +227,8 @@ class FrozenParameter(nn.Module):
     @torch.no_grad()
     def take(self, frozen: Frozen) -> None:
         """Copy the tensors of `frozen`; if this weight is sharded, this rank's part."""
-        for own, tensor in zip(self.frozen.tensors, frozen.tensors, strict=True):
-            here = part_of(own)
+        for target, tensor in zip(self.frozen.tensors, frozen.tensors, strict=True):
+            here = part_of(target)
             here.values.view(-1).copy_(tensor.view(-1)[here.first : here.first + here.values.numel()])
 
 
@@ -262,7 +263,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 class FrozenLinear(nn.Linear):
     """A linear layer with a frozen weight, quantized or not."""
 
-    weight: FrozenParameter | Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    weight: FrozenParameter | Tensor
     in_float8 = False  # `float8_products` sets True
 
     def __init__(self, weight: Frozen | FrozenParameter | Tensor, bias: nn.Parameter | None) -> None:
@@ -270,16 +271,20 @@ class FrozenLinear(nn.Linear):
         weight = FrozenParameter(weight) if isinstance(weight, Frozen) else weight
         self.out_features, self.in_features = as_frozen(weight).form.shape
         self.weight = weight  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.bias = bias  # pyright: ignore[reportAttributeAccessIssue]
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         form, tensors = as_frozen(self.weight, in_float8=self.in_float8)
         return _FrozenProduct.apply(x.to(product_dtype(x)), self.bias, form, *tensors)
 
 
+class _FrozenContext(AutogradContext[*tuple[Tensor, ...]]):  # the weight as it is stored
+    form: Form
+
+
 class _FrozenProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, form: Form, *tensors: Tensor) -> Tensor:
+    def forward(ctx: _FrozenContext, x: Tensor, bias: Tensor | None, form: Form, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.form = form
         if form.in_float8:
@@ -287,7 +292,7 @@ class _FrozenProduct(torch.autograd.Function):
         return F.linear(x, Frozen(form, tensors).whole(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _FrozenContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         tensors = ctx.saved_tensors  # read once, because checkpointing refuses a second access
         frozen, ignored = Frozen(ctx.form, tensors), (None for _ in tensors)

@@ -11,12 +11,11 @@ Shapes: M rows of all groups, G groups, K and N features.
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +86,7 @@ _OPS = torch.ops.lean_ft
 
 
 @register_flop_formula([_OPS.grouped_matmul, _OPS.add_grouped_matmul, _OPS.grouped_outer])
-def _num_flops(*shapes: Any, **_: Any) -> int:
+def _num_flops(*shapes: Sequence[int], **_: object) -> int:
     left_shape, right_shape, _ends = shapes[-3:]
     return 2 * math.prod(left_shape) * right_shape[-1]
 

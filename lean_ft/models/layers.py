@@ -9,13 +9,14 @@ Shapes: D features, I intermediate features.
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.config import DecoderConfig, LayerConfig
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
 from lean_ft.system.world import device_type
 from lean_ft.torch_private import graph_is_kept
@@ -46,11 +47,15 @@ class RMSNorm(nn.Module):
         return RMSNormFunction.apply(x, self.weight, self.eps, self.weight_offset)
 
 
+class _NormContext(AutogradContext[Tensor, Tensor, Tensor]):  # x, weight, scale
+    weight_offset: float
+
+
 class RMSNormFunction(torch.autograd.Function):
     """RMSNorm with a hand-written backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+    def forward(ctx: _NormContext, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
         values = wide(x)
         scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)  # (..., 1)
         ctx.save_for_backward(x, weight, scale)
@@ -58,7 +63,7 @@ class RMSNormFunction(torch.autograd.Function):
         return in_dtype(values * scale * _with_offset(weight, weight_offset), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: _NormContext, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (grad,) = grads
         x, weight, scale = ctx.saved_tensors
         normed = wide(x) * scale
@@ -191,15 +196,18 @@ class XIELU(nn.Module):
         return _XIELU.apply(x, above, below, self.beta, self.eps)
 
 
+_XIELUContext = AutogradContext[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, above, below, beta, eps
+
+
 class _XIELU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, above: Tensor, below: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    def forward(ctx: _XIELUContext, x: Tensor, above: Tensor, below: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
         ctx.save_for_backward(x, above, below, beta, eps)
         low = torch.expm1(torch.minimum(x, eps)).sub_(x)
         return in_dtype(torch.where(x > 0, above * x * x, below * low) + beta * x, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: _XIELUContext, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         (grad,) = grads
         x, above, below, beta, eps = ctx.saved_tensors
         is_above = x > 0
@@ -272,16 +280,21 @@ def _activated(x: Tensor, activation: str) -> Tensor:
     return x.relu() if activation == "relu" else x.relu().square()
 
 
+class _GatedContext(AutogradContext[Tensor, Tensor]):  # gate, up
+    activation: str
+    overwrites: bool
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, overwrites: bool) -> Tensor:
+    def forward(ctx: _GatedContext, gate: Tensor, up: Tensor, activation: str, overwrites: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.overwrites = activation, overwrites
         value = ACTIVATIONS[activation].value(gate)
         return value * up if torch.compiler.is_compiling() else value.mul_(up)  # see `in_dtype`
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: _GatedContext, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (grad,) = grads
         gate, up = ctx.saved_tensors
         if ctx.overwrites and torch.compiler.is_compiling():

@@ -26,7 +26,22 @@ from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import TENSORS, Form, Frozen
 from lean_ft.models.grouped_matmul import HAS_TRITON, add_grouped_matmul, grouped_matmul, grouped_outer
 from lean_ft.models.layers import ACTIVATIONS, is_on_cuda
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
+
+FormulaArguments = tuple[
+    str, bool, bool, float, float, float | None, bool
+]  # the last arguments of `grouped_activation`
+ActivationArguments = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, bool, *FormulaArguments]
+
+
+class _MixContext(
+    # tokens, weights, chosen, order, ends, factors, gate_up_bias, and the tensors of both stacks
+    AutogradContext[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor | None, ...]]
+):
+    config: MixtureConfig
+    formula: "ExpertFormula"
+    forms: tuple[Form, Form]
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,7 @@ class ExpertFormula:
     def gated(self) -> bool:
         return self.activation != "relu2"
 
-    def for_kernel(self) -> tuple[Any, ...]:
+    def for_kernel(self) -> FormulaArguments:
         """The last arguments of `grouped_activation`."""
         factors = self.gate_scale, self.up_offset, self.limit
         return self.activation, self.gated, self.gates_interleaved, *factors, self.scales_input
@@ -59,7 +74,7 @@ class ExpertFormula:
 class MixedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _MixContext,
         tokens: Tensor,  # (N, D)
         weights: Tensor,  # (N, K)
         chosen: Tensor,  # (N, K)
@@ -87,7 +102,7 @@ class MixedExperts(torch.autograd.Function):
         return _sum_of_choices(down.product(inner, ends), order, config)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _MixContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         tokens, weights, chosen, order, ends, factors, gate_up_bias, *tensors = ctx.saved_tensors
         config, formula, trains = ctx.config, ctx.formula, ctx.needs_input_grad
@@ -127,7 +142,7 @@ class MixedExperts(torch.autograd.Function):
             grads_gate_up = gate_up.gradients(rows, grad_factors, thin, ends, trains=trains[9])
             del rows
         grad_bias = grad_tokens = None
-        if trains[3]:
+        if gate_up_bias is not None and trains[3]:
             experts = torch.arange(config.num_experts, device=chosen.device)[:, None]
             is_of_expert = (chosen.flatten()[order] == experts).to(grad_factors.dtype)  # (E, M)
             grad_bias = (is_of_expert @ grad_factors).to(gate_up_bias.dtype)
@@ -178,20 +193,20 @@ class _Stack(NamedTuple):
     ) -> list[Tensor | None]:
         """The gradients of the low-rank matrices, and of the stored tensors if the weight trains. thin: of
         `thin_back`."""
-        gradients: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
+        grads: list[Tensor | None] = [None] * (2 + len(self.weight.tensors))
         if trains:  # in the layout of the weight; autograd converts it to the dtype of the weight
-            gradients[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
+            grads[2] = grouped_outer(rows, grad, ends) if self.input_first else grouped_outer(grad, rows, ends)
         if self.left is not None and thin is not None:
-            gradients[0] = grouped_outer(rows, thin, ends)
-            gradients[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
-        return gradients
+            grads[0] = grouped_outer(rows, thin, ends)
+            grads[1] = grouped_outer(grouped_matmul(rows, self.left, ends), grad, ends)
+        return grads
 
 
 def _stacks(formula: ExpertFormula, forms: tuple[Form, Form], tensors: Sequence[Any]) -> list[_Stack]:
     """The gate and up projection and the down projection; of each, `tensors` has left, right and the stored weight."""
     end = 2 + len(TENSORS[forms[0].kind])
     pieces = zip(forms, (tensors[:end], tensors[end:]), strict=True)
-    return [_Stack(Frozen(form, tuple(piece[2:])), formula.input_first, *piece[:2]) for form, piece in pieces]
+    return [_Stack(Frozen(form, tuple(part[2:])), formula.input_first, *part[:2]) for form, part in pieces]
 
 
 def _add_product(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
@@ -248,7 +263,7 @@ def _is_fused(factors: Tensor) -> bool:
     return is_on_cuda(factors) and factors.dtype != torch.float64 and (HAS_TRITON or not factors.is_cuda)
 
 
-def _results(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _results(*arguments: *ActivationArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The empty results of `grouped_activation`."""
     factors, row_weights, _, _, grad_inner, needs_inner, _, gated, *_ = arguments
     num_rows, width = factors.shape
@@ -264,7 +279,7 @@ def _results(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     "str activation, bool gated, bool interleaved, float gate_scale, float up_offset, float? limit, bool scales_input) "
     "-> (Tensor, Tensor, Tensor)",
 )
-def grouped_activation(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def grouped_activation(*arguments: *ActivationArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted activation (M, I), and from its gradient those of the factors (M, 2 * I) and of the row weights
     (M,).
 

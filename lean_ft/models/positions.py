@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens of a row.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -83,7 +81,7 @@ def text_lengths(
     cu_seqlens: Tensor | None = None,
     is_token: Tensor | None = None,
     prefixes: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     """The length of each token's text, from the arguments of a forward pass: (B, T) in packed rows, and in other rows
     (B, 1), without padding."""

@@ -11,7 +11,7 @@ from lean_ft.system.spelling import did_you_mean
 
 def rope_config(
     fields: ConfigFields,
-    settings: Any = None,
+    settings: object = None,
     key: str | None = None,
     may_be_partial: bool = False,
     ignored: Sequence[str] = (),

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +21,13 @@ from lean_ft.models.safetensors_file import write_file
 from lean_ft.models.source import parts_on_disk
 from lean_ft.models.stored_weights import CONFIG_PURPOSE, WEIGHTS_INDEX, first_few, stored_tensors
 from lean_ft.models.vision.loading import PROCESSOR_FILES
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Part, Ranks, part_of
 from lean_ft.system.whole_files import read_json, write_json, write_whole
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 
 def save_model(
@@ -90,7 +94,7 @@ def check_parameters(model: Decoder) -> None:
         )
 
 
-def write_configs(model: Decoder, folder: Path, drafts: bool = False, **more: Any) -> None:
+def write_configs(model: Decoder, folder: Path, drafts: bool = False, **more: JSON) -> None:
     """Write config.json with the model's dtype and the fields `more`, and the loaded generation_config.json. Without
     `drafts`, the folder has no drafting layers."""
     config = model.source.config if drafts else without_drafting(model.source.config)
@@ -106,7 +110,7 @@ def _write_generation_config(model: Decoder, folder: Path) -> None:
             temporary.write_bytes(model.source.generation_config)
 
 
-def _write_index(folder: Path, split: Any) -> None:
+def _write_index(folder: Path, split: "StateDictSplit") -> None:
     """Write the index, and remove weight files of an earlier save."""
     current = set(split.filename_to_tensors)
     if split.is_sharded:
@@ -127,13 +131,17 @@ def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part
         raise ValueError(
             f"{source.folder} lacks {min(lost)}, a tensor of the model. Give the folder that it was taken from."
         )
-    others = [name for name, own in source.names.items() if own is None]
-    stored = dequantized(stored_tensors(source.start / source.folder), source.quantization) if others else {}
-    copied = {name: stored[name] for name in others}
+    beside = [name for name, model_name in source.names.items() if model_name is None]
+    stored = dequantized(stored_tensors(source.start / source.folder), source.quantization) if beside else {}
+    copied = {name: stored[name] for name in beside}
     if unknown := [name for name, tensor in copied.items() if tensor.dtype is None]:
         raise ValueError(f"{copied[unknown[0]].file}: {unknown[0]} has a dtype that cannot be copied.")
     places = {name: _place(tensor.shape, tensor.dtype) for name, tensor in copied.items()}
-    written = {name: source.turned(own, parts[own]) for name, own in source.names.items() if own is not None}
+    written = {
+        name: source.turned(model_name, parts[model_name])
+        for name, model_name in source.names.items()
+        if model_name is not None
+    }
     return {name: written.get(name) or places[name] for name in source.names}, copied
 
 
@@ -145,23 +153,23 @@ def _with_drafting(
     On rank 0, also return the tensors as they are stored. Only rank 0 reads them: the folder may be on the disk of one
     machine.
     """
-    found = dict[str, Readable]()
+    drafting = dict[str, Readable]()
 
     def find() -> dict[str, Any]:
         try:
-            found.update(drafting_tensors(model.source))
+            drafting.update(drafting_tensors(model.source))
         except ValueError as error:
             say("WARNING", f"saved without drafting layers: {error}. config.json promises none")
-        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in found.items()}
+        return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in drafting.items()}
 
     shapes = ranks.on_rank_zero(find)
     places = {
         name: _place(shape, getattr(torch, dtype.removeprefix("torch."))) for name, (shape, dtype) in shapes.items()
     }
-    return {**parts, **places}, found
+    return {**parts, **places}, drafting
 
 
-def _check_apart(model: Decoder, folder: Path, split: Any, copied: Mapping[str, Readable]) -> None:
+def _check_apart(model: Decoder, folder: Path, split: "StateDictSplit", copied: Mapping[str, Readable]) -> None:
     """Raise ValueError if saving would replace a file before tensors are copied from it."""
     source = model.source
     if not copied or not split.is_sharded or source.folder is None:

@@ -14,6 +14,7 @@ from lean_ft.data.completions import TOKEN_VALUES
 from lean_ft.generation import Completion
 from lean_ft.losses import deviation, generalized_advantages
 from lean_ft.online.episodes import Episode
+from lean_ft.system.foreign_values import JSON
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Rollout(Completion):
             judged |= {"episode": completion.summary, "asked": completion.asked}
         tokens = zip(completion.ids, completion.sampled or [True] * len(completion.ids), strict=True)
         judged["trained"] = [sampled and token not in never_trained for token, sampled in tokens]
-        return cls(**{one.name: getattr(completion, one.name) for one in fields(Completion)}, **judged)
+        return cls(**{column.name: getattr(completion, column.name) for column in fields(Completion)}, **judged)
 
     def of_tokens(self, values: list[float]) -> list[float]:
         """One value per token: a single value is repeated; zeros if there is none yet."""
@@ -87,10 +88,10 @@ class Rollout(Completion):
         self.advantages = zeros.masked_scatter(sampled, above[0]).tolist()
         self.returns = zeros.masked_scatter(sampled, returns[0]).tolist()
 
-    def shown(self, asked: Any, columns: Iterable[str]) -> dict[str, Any]:
+    def shown(self, prompt: JSON, columns: Iterable[str]) -> dict[str, Any]:
         """The line of samples.jsonl, with these columns of `log_extra`."""
         row = {
-            "prompt": asked,
+            "prompt": prompt,
             "answer": self.text,
             "reward": self.reward,
             "rewards": self.rewards,
@@ -112,9 +113,9 @@ class Rollout(Completion):
 
     def document_with_values(self, prompt: Document, names: Sequence[str]) -> Document:
         """The document with the values of its tokens, by the names of `PolicyBatch`."""
-        found = vars(self) | {"sampled": self.log_probs, "advantages": self.token_advantages}
+        values = vars(self) | {"sampled": self.log_probs, "advantages": self.token_advantages}
         types = {name: bool if name == "counts" else np.float32 for name in names}
-        columns = {n: np.array([0] * len(prompt) + self.of_tokens(found[n]), dtype=types[n]) for n in names}
+        columns = {n: np.array([0] * len(prompt) + self.of_tokens(values[n]), dtype=types[n]) for n in names}
         document = self.document(prompt)
         of_document = {**document.per_document, "prompt": np.array([len(prompt)])}
         return replace(document, per_token={**document.per_token, **columns}, per_document=of_document)
@@ -123,51 +124,53 @@ class Rollout(Completion):
 def documents_of(rollouts: Sequence[Rollout], prompts: Sequence[Document]) -> list[Document]:
     """The documents of completions, with the values that any of them has."""
     always = ("counts", "sampled", "advantages")
-    names = [name for name in TOKEN_VALUES if name in always or any(getattr(one, name) for one in rollouts)]
-    return [one.document_with_values(prompt, names) for one, prompt in zip(rollouts, prompts, strict=True)]
+    names = [name for name in TOKEN_VALUES if name in always or any(getattr(rollout, name) for rollout in rollouts)]
+    return [rollout.document_with_values(prompt, names) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
 
 def differ(rollouts: Sequence[Rollout]) -> bool:
     """Whether the rewards of a prompt's completions differ."""
-    return len({one.reward for one in rollouts if one.reward is not None}) > 1
+    return len({rollout.reward for rollout in rollouts if rollout.reward is not None}) > 1
 
 
 def round_metrics(rollouts: Sequence[Rollout], group_size: int) -> dict[str, float]:
     """Metrics of a round with `group_size` completions of each prompt."""
     size = group_size if group_size > 1 else len(rollouts)
-    groups = torch.tensor([math.nan if one.reward is None else one.reward for one in rollouts]).view(-1, size)
-    num_tokens = sum(one.num_sampled for one in rollouts)
+    groups = torch.tensor([math.nan if rollout.reward is None else rollout.reward for rollout in rollouts]).view(
+        -1, size
+    )
+    num_tokens = sum(rollout.num_sampled for rollout in rollouts)
     told = {
         "reward": float(groups.nanmean()),
         "reward_std": float(deviation(groups, ~groups.isnan(), 1).mean()),
         "even_groups": float(np.mean([not differ(rollouts[i : i + size]) for i in range(0, len(rollouts), size)])),
         "completion_length": num_tokens / len(rollouts),
-        "truncated": sum(not one.ended for one in rollouts) / len(rollouts),
+        "truncated": sum(not rollout.ended for rollout in rollouts) / len(rollouts),
     }
-    if divergences := [one.divergence for one in rollouts if one.divergence is not None]:
+    if divergences := [rollout.divergence for rollout in rollouts if rollout.divergence is not None]:
         told["kl"] = sum(divergences) / max(1, num_tokens)
-    if episodes := [one.episode for one in rollouts if one.episode]:
-        calls = sum(one["calls"] for one in episodes)
-        told["turns"] = sum(one["turns"] for one in episodes) / len(episodes)
+    if episodes := [rollout.episode for rollout in rollouts if rollout.episode]:
+        calls = sum(rollout["calls"] for rollout in episodes)
+        told["turns"] = sum(rollout["turns"] for rollout in episodes) / len(episodes)
         told["tool_calls"] = calls / len(episodes)
-        asked = calls + sum(one.get("steps", 0) for one in episodes)
-        told["tool_errors"] = sum(one["errors"] for one in episodes) / max(1, asked)
+        num_actions = calls + sum(rollout.get("steps", 0) for rollout in episodes)
+        told["tool_errors"] = sum(rollout["errors"] for rollout in episodes) / max(1, num_actions)
     return {name: value for name, value in told.items() if not math.isnan(value)}
 
 
-def why_untrained(found: dict[str, float], any_trained: bool, has_values: bool) -> str:
+def why_untrained(metrics: dict[str, float], any_trained: bool, has_values: bool) -> str:
     """Why a round with these metrics changes nothing, and what helps; empty if it does.
 
     has_values: a value model, rather than the prompt's other completions, is the baseline.
     """
-    if "reward" not in found:
+    if "reward" not in metrics:
         return "no completion has a reward, because all reward functions returned None"
     if not any_trained:
         return (
             "all completions that have a reward were cut at generation.max_new_tokens, and loss.mask_truncated=true "
             "leaves those out. Raise generation.max_new_tokens, or set loss.mask_truncated=false"
         )
-    if has_values or found["even_groups"] < 1:
+    if has_values or metrics["even_groups"] < 1:
         return ""
     return (
         "all completions of each prompt have the same reward. To sample other prompts instead, set "

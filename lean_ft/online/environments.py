@@ -29,6 +29,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from lean_ft.settings import ToolsConfig
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.user_code import (
     Caller,
@@ -76,7 +77,7 @@ class Environment:
         if not callable(getattr(probe, "reset", None)):
             raise ValueError(f"environment={name} has no reset. Add reset(self, row), or reset(self, **row).")
         with failing(name, "has a reset whose parameters cannot be read", ValueError):
-            kinds = {name: one.kind for name, one in inspect.signature(probe.reset).parameters.items()}
+            kinds = {name: parameter.kind for name, parameter in inspect.signature(probe.reset).parameters.items()}
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
         self._names = None if takes_all else kinds.keys()  # of reset
         steps = callable(getattr(probe, "step", None))
@@ -88,7 +89,7 @@ class Environment:
             self._form = "openenv" if steps and hasattr(probe, "parse_action") else "methods"
         self.has_steps = steps and self._form != "methods"
         self.has_state = hasattr(probe, "state_dict") and hasattr(probe, "load_state_dict")
-        is_openenv = all(hasattr(probe, one) for one in ("step", "state", "close"))
+        is_openenv = all(hasattr(probe, method) for method in ("step", "state", "close"))
         if not self.has_steps and (is_openenv or not self.methods_of(probe)):
             raise ValueError(
                 f"environment={name} has neither step(self, action) and reset(self, row), nor public methods, which "
@@ -106,8 +107,8 @@ class Environment:
 
     def methods_of(self, environment: Any) -> list[Callable[..., Any]]:
         """The methods that are tools."""
-        found = inspect.getmembers(type(environment), inspect.isfunction)
-        names = [name for name, _ in found if name not in NO_TOOLS and not name.startswith("_")]
+        functions = inspect.getmembers(type(environment), inspect.isfunction)
+        names = [name for name, _ in functions if name not in NO_TOOLS and not name.startswith("_")]
         return [] if self.has_steps else [getattr(environment, name) for name in names]
 
     def object(self, number: int) -> Any:
@@ -119,7 +120,7 @@ class Environment:
         if self.objects[number] is None:
             with slow_calls_reported(f"environment={self.name}, which is being made,"):
                 made = Caller(f"environment={self.name}", thread=self._threads[number]).call(self._make)
-            if any(one is made for one in self.objects if one is not None):
+            if any(existing is made for existing in self.objects if existing is not None):
                 raise ValueError("it returned the same object twice, and each completion needs its own")
             self.objects[number] = made
         return self.objects[number]
@@ -139,7 +140,11 @@ class Environment:
         Thread(target=close, daemon=True).start()
 
     def _close(self) -> None:
-        made = [(one, thread) for one, thread in zip(self.objects, self._threads, strict=True) if one is not None]
+        made = [
+            (instance, thread)
+            for instance, thread in zip(self.objects, self._threads, strict=True)
+            if instance is not None
+        ]
         self.objects, self._threads = [], []
         if made:
             with slow_calls_reported(f"close of environment={self.name}"):
@@ -155,20 +160,20 @@ class Environment:
                 case "methods":
                     return self._beginning(self._call(number, "reset", **row))
                 case "gymnasium":
-                    found = self._call(number, "reset", seed=seeded["seed"], options=row)
-                    seen, _ = _parts(found, 2, "reset", "(observation, info)")
+                    result = self._call(number, "reset", seed=seeded["seed"], options=row)
+                    seen, _ = _parts(result, 2, "reset", "(observation, info)")
                 case _:
                     names = [name for name in seeded if self._names is None or name in self._names]
-                    found = self._call(number, "reset", **{name: seeded[name] for name in names})
-                    seen = getattr(found, "observation", found)
+                    result = self._call(number, "reset", **{name: seeded[name] for name in names})
+                    seen = getattr(result, "observation", result)
             text = self._written(number, seen, "reset")
         return f"\n{text}" if text else None
 
     def step(self, number: int, text: str) -> Reply:
         """Act, and return what follows."""
         if self._form == "row":
-            found = self._call(number, "step", text)
-            seen, reward, done = _parts(found, 3, "step", "(observation, reward, whether the episode is over)")
+            result = self._call(number, "step", text)
+            seen, reward, done = _parts(result, 3, "step", "(observation, reward, whether the episode is over)")
             seen = "" if seen is None else self._text(seen, "step")
         else:
             try:
@@ -176,15 +181,15 @@ class Environment:
             except ValueError as error:
                 return Reply(self._text(f"error: {error}", "parse_action"), failed=True)
             # The action comes from the user's own code, so it is not copied.
-            found = self._call(number, partial(self.objects[number].step, action))
+            result = self._call(number, partial(self.objects[number].step, action))
             if self._form == "gymnasium":
                 expected = "(observation, reward, terminated, truncated, info)"
-                seen, reward, is_terminal, is_late, _ = _parts(found, 5, "step", expected)
+                seen, reward, is_terminal, is_late, _ = _parts(result, 5, "step", expected)
                 done = is_terminal or is_late
-            elif hasattr(found, "reward") and hasattr(found, "done"):
-                seen, reward, done = getattr(found, "observation", found), found.reward, found.done
+            elif hasattr(result, "reward") and hasattr(result, "done"):
+                seen, reward, done = getattr(result, "observation", result), result.reward, result.done
             else:
-                raise ValueError(f"step returned a {type(found).__name__}; expected a result with reward and done")
+                raise ValueError(f"step returned a {type(result).__name__}; expected a result with reward and done")
             seen = self._written(number, seen, "step")
         return Reply(seen, _reward(reward, "step"), _flag(done))
 
@@ -202,7 +207,7 @@ class Environment:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"state_dict returned a value that JSON cannot hold: {error}") from None
 
-    def load_state(self, number: int, state: Any) -> None:
+    def load_state(self, number: int, state: JSON) -> None:
         self._call(number, "load_state_dict", state)
 
     def _call(self, number: int, method: str | Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
@@ -228,17 +233,17 @@ class Environment:
                 return action
         raise ValueError(f"this is no action. Actions: {space}.")
 
-    def _beginning(self, found: Any) -> Any:
+    def _beginning(self, observation: JSON) -> JSON:
         """Check what `reset` returned. Return a text, messages or None."""
-        if found is None or isinstance(found, str):
-            return found if found is None else self._text(found, "reset")
-        messages = as_json(found, "reset")
+        if observation is None or isinstance(observation, str):
+            return observation if observation is None else self._text(observation, "reset")
+        messages: JSON = as_json(observation, "reset")
         messages = [messages] if isinstance(messages, dict) else messages
         if not isinstance(messages, list):
-            raise ValueError(f"reset returned a {type(found).__name__}; expected a text, messages or None")
+            raise ValueError(f"reset returned a {type(observation).__name__}; expected a text, messages or None")
         for message in messages:
-            if isinstance(message, dict) and isinstance(message.get("content"), str):
-                message["content"] = self._text(message["content"], "reset")
+            if isinstance(message, dict) and isinstance(content := message.get("content"), str):
+                message["content"] = self._text(content, "reset")
         return messages
 
     def _written(self, number: int, seen: Any, what: str) -> str:
@@ -262,28 +267,28 @@ class Environment:
         return cut(text, most)
 
 
-def _parts(found: Any, number: int, what: str, expected: str) -> Sequence[Any]:
-    if isinstance(found, tuple | list) and len(found) == number:
-        return found
-    came = f"{len(found)} values" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
+def _parts(result: object, number: int, what: str, expected: str) -> Sequence[Any]:
+    if isinstance(result, tuple | list) and len(result) == number:
+        return result
+    came = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
     raise ValueError(f"{what} returned {came}; expected {expected}")
 
 
-def _reward(value: Any, what: str) -> float | None:
+def _reward(value: object, what: str) -> float | None:
     try:
         return finite_number(value)
     except ValueError as error:
         raise ValueError(f"{what} returned the reward {error}") from None
 
 
-def _flag(done: Any) -> bool:
+def _flag(done: object) -> bool:
     if isinstance(done, str | bytes):
         raise ValueError(f"step returned {done!r:.80} for whether the episode is over; expected true or false")
     return bool(done)
 
 
 @contextmanager
-def failing(name: str, what: str, kind: type[Exception] = TrainingFailed) -> Iterator[None]:
+def failing(name: str, what: str, error_class: type[Exception] = TrainingFailed) -> Iterator[None]:
     """Raise the errors of an environment's code with its name."""
     try:
         yield
@@ -292,4 +297,4 @@ def failing(name: str, what: str, kind: type[Exception] = TrainingFailed) -> Ite
     except Exception as error:
         reason = str(error) if isinstance(error, Failed | ValueError) else f"{type(error).__name__}: {error}"
         cause = error.error if isinstance(error, Failed) else error
-        raise kind(f"environment={name} {what}: {reason}") from cause
+        raise error_class(f"environment={name} {what}: {reason}") from cause

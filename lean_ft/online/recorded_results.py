@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.log import say
 from lean_ft.system.run_directory import TOOL_RESULTS_FILE, checkpoint_step, list_checkpoints, read_training_state
 from lean_ft.system.user_functions import PASSED, file_digest
@@ -36,7 +37,7 @@ class RecordedResults:
         for row in rows:
             self._known[row["key"]].append(row)
 
-    def key(self, *parts: Any) -> str:
+    def key(self, *parts: object) -> str:
         return blake2b(repr(parts).encode() + self._digests, digest_size=16).hexdigest()
 
     def take(self, key: str) -> dict[str, Any] | None:
@@ -44,7 +45,7 @@ class RecordedResults:
         with self._lock:
             return self._known[key].pop(0) if self._known.get(key) else None
 
-    def add(self, key: str, **values: Any) -> None:
+    def add(self, key: str, **values: JSON) -> None:
         line = _with_sum({"round": self.round, "key": key, **values})
         with self._lock, open_in_place(self._path, "a", PRIVATE) as file:
             file.write(line)

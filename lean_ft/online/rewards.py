@@ -64,7 +64,7 @@ class Scores:
     extras: dict[str, list[Any]] = field(default_factory=dict)  # of `log_extra`: (N,) of each column
 
 
-def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
+def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequence[Any], **_: object) -> list[float]:
     """1 if the last match of `pattern` in the completion equals its match in the column `answer`. Without a pattern, or
     without a match in the column, the whole text is compared."""
 
@@ -77,13 +77,13 @@ def exact_answer(pattern: str | None, completions: Sequence[str], answer: Sequen
     return [float(right(said, str(expected))) for said, expected in zip(completions, answer, strict=True)]
 
 
-def format_found(pattern: str, completions: Sequence[str], **_: Any) -> list[float]:
+def format_found(pattern: str, completions: Sequence[str], **_: object) -> list[float]:
     """1 if `pattern` matches the whole completion; a dot matches any character."""
     return [float(re.fullmatch(pattern, said.strip(), re.DOTALL) is not None) for said in completions]
 
 
 def length(
-    pattern: str | None, completion_ids: Sequence[Sequence[int]], ended: Sequence[bool], **_: Any
+    pattern: str | None, completion_ids: Sequence[Sequence[int]], ended: Sequence[bool], **_: object
 ) -> list[float]:
     """From 0 down to -1 for the longest completion of the round, in proportion to its tokens; -1 for a cut
     completion."""
@@ -91,7 +91,7 @@ def length(
     return [-len(ids) / longest if done else -1.0 for ids, done in zip(completion_ids, ended, strict=True)]
 
 
-def of_environment(pattern: str | None, environment_reward: Sequence[float | None], **_: Any) -> list[float | None]:
+def of_environment(pattern: str | None, environment_reward: Sequence[float | None], **_: object) -> list[float | None]:
     """The environment's own reward."""
     return list(environment_reward)
 
@@ -271,7 +271,7 @@ def _begun(name: str, function: Function, taken: dict[str, Any], is_ours: bool, 
     shared = taken if is_ours else {"environments": taken["environments"]} if "environments" in taken else {}
     copies = {key: values for key, values in taken.items() if key not in shared}
 
-    def listed(**copies: Any) -> Any:
+    def listed(**copies: object) -> Any:
         found = function(**copies, **shared)
         return list(found) if isinstance(found, Iterator) else found
 

@@ -15,7 +15,7 @@ bias-corrected and includes this step's gradient.
 """
 
 from collections.abc import Sequence
-from typing import Required, TypedDict
+from typing import NamedTuple, Required, TypedDict
 
 import torch
 from torch import Tensor
@@ -61,6 +61,20 @@ class AdamWSettings(TypedDict, total=False):
     update_clipping: bool
 
 
+class _Scalars(NamedTuple):
+    """The numbers of a step that `_update_slice` takes: 0-d tensors where it is compiled."""
+
+    lr: float | Tensor
+    eps: float | Tensor
+    weight_decay: float | Tensor
+    beta1: float | Tensor
+    one_minus_beta1: float | Tensor
+    correction1: float | Tensor  # of the first moment's bias
+    beta2: float | Tensor
+    one_minus_beta2: float | Tensor
+    root_correction2: float | Tensor  # the square root of the second moment's
+
+
 class AdamW(Rule):
     """weight -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * weight), with m and v stored as `moments`."""
 
@@ -97,10 +111,10 @@ class AdamW(Rule):
                 self.update_in_slices(state, step)
             return
         # One call per group of parameters: on a GPU, a few kernel launches instead of one per parameter.
-        groups: dict[tuple, list[ParameterState]] = {}
+        groups: dict[tuple[torch.device, torch.dtype, float], list[ParameterState]] = {}
         for state in states:
-            kind = (state.param.device, state.param.dtype, decay_of(state, self.weight_decay))
-            groups.setdefault(kind, []).append(state)
+            group = (state.param.device, state.param.dtype, decay_of(state, self.weight_decay))
+            groups.setdefault(group, []).append(state)
         numbers = {device: torch.full((), float(step.number), device=device) for device, _, _ in groups}
         for (device, _, decay), members in groups.items():
             self._update_fused(members, step, decay, numbers[device])
@@ -133,10 +147,16 @@ class AdamW(Rule):
                 state.device_type, [grad, *second], ratios, self.beta2, 1 - self.beta2, correction2, self.eps**2
             )
             lr = step.lr / (state.sum(ratios) / whole_numel(state.whole)).sqrt().clamp(min=1.0)
-        scalars = (
-            *(lr, self.eps, decay_of(state, self.weight_decay)),
-            *(self.beta1, 1 - self.beta1, 1 - self.beta1**step.number),
-            *(self.beta2, 1 - self.beta2, correction2**0.5),
+        scalars = _Scalars(
+            lr=lr,
+            eps=self.eps,
+            weight_decay=decay_of(state, self.weight_decay),
+            beta1=self.beta1,
+            one_minus_beta1=1 - self.beta1,
+            correction1=1 - self.beta1**step.number,
+            beta2=self.beta2,
+            one_minus_beta2=1 - self.beta2,
+            root_correction2=correction2**0.5,
         )
         noise = RoundingNoise.for_update(state, step)
         self._update_slices(state.device_type, [weight, grad, *kept], *scalars, noise=noise)
@@ -159,20 +179,20 @@ class AdamW(Rule):
         ratios.add_(square.div_(v_hat.clamp_(min=eps_squared)).sum(-1).sum())
 
     def _update_slice(self, tensors: list[Tensor], noise: Tensor | None, *scalars: float | Tensor) -> None:
-        lr, eps, decay, beta1, one_minus_beta1, correction1, beta2, one_minus_beta2, root_correction2 = scalars
+        step = _Scalars(*scalars)
         weight, grad, *kept = tensors
         first, second = kept[: len(kept) // 2], kept[len(kept) // 2 :]
         # In place on intermediates, since eager calls are bound by memory traffic; in one shape, since Inductor makes a
         # loop per shape.
-        m, v = self.first.read(first, beta1), self.second.read(second, beta2)
+        m, v = self.first.read(first, step.beta1), self.second.read(second, step.beta2)
         weight, gradient = weight.view_as(m), grad.view_as(m).float()
         noise = None if noise is None else noise.view_as(m)
-        m.add_(gradient * one_minus_beta1)
-        v.add_(gradient.square().mul_(one_minus_beta2))
+        m.add_(gradient * step.one_minus_beta1)
+        v.add_(gradient.square().mul_(step.one_minus_beta2))
         # The same random bits round all three tensors: each is unbiased, at a third of the cost.
         self.first.write(first, m, noise)
         self.second.write(second, v, noise)
-        direction = m.div_(correction1).div_(v.sqrt_().div_(root_correction2).add_(eps))
+        direction = m.div_(step.correction1).div_(v.sqrt_().div_(step.root_correction2).add_(step.eps))
         value = weight.to(torch.float32, copy=True)
-        direction.add_(value * decay)
-        store(weight, value.sub_(direction.mul_(lr)), noise)
+        direction.add_(value * step.weight_decay)
+        store(weight, value.sub_(direction.mul_(step.lr)), noise)

@@ -109,15 +109,15 @@ def _refuse_what_cannot_be_cut(
             f"optimizer.state=streamed is for one process, and there are {ranks.size}. Set optimizer.state=device."
         )
     for name, param in trainable if ranks.num_shards > 1 else []:
-        own = rule if isinstance(rule, Rule) else rule(param)
-        if own.needs_whole_matrices:
+        used = rule if isinstance(rule, Rule) else rule(param)
+        if used.needs_whole_matrices:
             raise ValueError(
                 f"optimizer.name={cfg.name} works on whole matrices, but parallel.shard={ranks.num_shards} shards them "
                 f"by rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw."
             )
         columns = part_of(param).run
-        if columns is not None and (cfg.name == "adafactor" or columns % own.block):
-            per_block = f"one scale per {own.block} neighboring elements"
+        if columns is not None and (cfg.name == "adafactor" or columns % used.block):
+            per_block = f"one scale per {used.block} neighboring elements"
             kept = "means of whole rows" if cfg.name == "adafactor" else per_block
             raise ValueError(
                 f"optimizer.name={cfg.name} keeps {kept}, but parallel.tensor splits {name} of shape "
@@ -126,9 +126,9 @@ def _refuse_what_cannot_be_cut(
         parts, num_rows = whole_shape(param)[0] // param.shape[0], param.shape[0]
         rows = -(-num_rows // param.device_mesh.size(-1))  # pyright: ignore[reportAttributeAccessIssue]
         ends = [rows] * (rows < num_rows) + [num_rows] * (parts > 1)
-        if within := [end for end in ends if end * math.prod(param.shape[1:]) % own.block]:
+        if within := [end for end in ends if end * math.prod(param.shape[1:]) % used.block]:
             raise ValueError(
-                f"optimizer.name={cfg.name} keeps one scale per {own.block} neighboring elements, but {name} of shape "
+                f"optimizer.name={cfg.name} keeps one scale per {used.block} neighboring elements, but {name} of shape "
                 f"{list(whole_shape(param))} is split within such a block, every {within[0]} rows. Set another "
                 "parallel.shard, or optimizer.name=adamw."
             )
@@ -152,18 +152,18 @@ def _rules(
         case "adamw":
             return AdamW(**adamw)
         case "muon":
-            own: Rule = Muon(momentum=MUON_MOMENTUM if cfg.momentum is None else cfg.momentum, **every)
+            named_rule: Rule = Muon(momentum=MUON_MOMENTUM if cfg.momentum is None else cfg.momentum, **every)
         case "apollo_mini":
-            own = ApolloMini(betas=cfg.betas, eps=cfg.eps, **every)
+            named_rule = ApolloMini(betas=cfg.betas, eps=cfg.eps, **every)
         case "adamw_8bit" | "paged_adamw_8bit":
-            own = AdamW8bit(paged=paged, **adamw)
+            named_rule = AdamW8bit(paged=paged, **adamw)
         case "adamw_4bit":
-            own = AdamW(moments=(Moment4bit(signed=True), Moment4bit(signed=False)), **adamw)
+            named_rule = AdamW(moments=(Moment4bit(signed=True), Moment4bit(signed=False)), **adamw)
         case "adamw_8bit_torchao":
-            own = AdamW(moments=(Moment8bitTorchao(signed=True), Moment8bitTorchao(signed=False)), **adamw)
+            named_rule = AdamW(moments=(Moment8bitTorchao(signed=True), Moment8bitTorchao(signed=False)), **adamw)
     if cfg.name in MATRIX_RULES:
-        is_own, others = _is_matrix_of(model), AdamW(**adamw)
-        return lambda param: own if is_own(param) else others
+        is_matrix, adamw_rule = _is_matrix_of(model), AdamW(**adamw)
+        return lambda param: named_rule if is_matrix(param) else adamw_rule
     if cfg.name == "adamw_8bit_torchao":  # as torchao does
         block, moments = Moment8bitTorchao.block, None
     else:
@@ -174,7 +174,7 @@ def _rules(
     def is_coded(param: nn.Parameter) -> bool:
         return param.ndim >= 2 and whole_numel(param) >= MIN_CODED_ELEMENTS and whole_numel(param) % block == 0
 
-    return lambda param: own if is_coded(param) else small
+    return lambda param: named_rule if is_coded(param) else small
 
 
 def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
@@ -185,11 +185,11 @@ def _is_matrix_of(model: nn.Module) -> Callable[[nn.Parameter], bool]:
     as a convolution.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    others = {param for module in embeddings for param in module.parameters()}
-    others |= {param for name, param in model.named_parameters() if name.endswith(VECTORS)}
+    excluded = {param for module in embeddings for param in module.parameters()}
+    excluded |= {param for name, param in model.named_parameters() if name.endswith(VECTORS)}
     outputs = (getattr(module, "output_weight", None) for module in model.modules())  # two models may train together
-    others |= {output for output in outputs if isinstance(output, nn.Parameter)}
-    return lambda param: 2 <= param.ndim <= 3 and param not in others
+    excluded |= {output for output in outputs if isinstance(output, nn.Parameter)}
+    return lambda param: 2 <= param.ndim <= 3 and param not in excluded
 
 
 def _refuse_without_kernel(cfg: OptimizerConfig, *, on_gpu: bool) -> None:

@@ -25,8 +25,8 @@ def code_values(signed: bool) -> Tensor:
     edges = [torch.linspace(0.1, 1.0, _num_bins(i, signed) + 1) for i in range(NUM_DECADES)]
     magnitudes = torch.cat([10.0 ** (i - 6) * ((edge[:-1] + edge[1:]) / 2) for i, edge in enumerate(edges)])
     mirrored = -magnitudes.flip(0) if signed else magnitudes[:0]
-    zero, one = magnitudes.new_zeros(1), magnitudes.new_ones(1)
-    return torch.cat([mirrored, zero, magnitudes, one])
+    zero, unit = magnitudes.new_zeros(1), magnitudes.new_ones(1)
+    return torch.cat([mirrored, zero, magnitudes, unit])
 
 
 def _num_bins(decade: int, signed: bool) -> int:

@@ -37,8 +37,8 @@ def gradient_norms(grads: Sequence[Tensor], device_type: str) -> Tensor:
         return torch.stack([gradient_norm(grad, device_type) for grad in grads])
     norms: dict[int, Tensor] = {}
     for members in _by_dtype(grads):
-        found = foreach_norm([grads[i].detach() for i in members], 2, dtype=torch.float32)
-        norms |= dict(zip(members, found, strict=True))
+        norms_of_members = foreach_norm([grads[i].detach() for i in members], 2, dtype=torch.float32)
+        norms |= dict(zip(members, norms_of_members, strict=True))
     return torch.stack([norms[i] for i in range(len(grads))])
 
 

@@ -82,14 +82,15 @@ class Rule:
                 f"{sorted(tensors)}: it was saved by another optimizer. Set optimizer.name and its settings as in that "
                 "run."
             )
-        for key, own in state.tensors.items():
+        for key, kept in state.tensors.items():
             saved = tensors[key]
-            if saved.shape != own.shape or saved.dtype != own.dtype:
+            if saved.shape != kept.shape or saved.dtype != kept.dtype:
                 raise ValueError(
-                    f"Expected {own.dtype} of shape {tuple(own.shape)} for {state.name}.{key}, but the saved state has "
-                    f"{saved.dtype} of shape {tuple(saved.shape)}. Resume with that run's model, dtype and optimizer."
+                    f"Expected {kept.dtype} of shape {tuple(kept.shape)} for {state.name}.{key}, but the saved state "
+                    f"has {saved.dtype} of shape {tuple(saved.shape)}. Resume with that run's model, dtype and "
+                    "optimizer."
                 )
-            own.copy_(saved)
+            kept.copy_(saved)
 
 
 def decay_of(state: ParameterState, weight_decay: float) -> float:

@@ -26,23 +26,27 @@ GPU_COMPILED_SLICE = 1 << 24
 
 
 class Sliced:
-    """Calls `function(slices, noise, *others)` on one slice of the tensors after another, on a device of `device_type`.
+    """Calls `function(slices, noise, *scalars)` on one slice of the tensors after another, on devices of `device_type`.
 
     The first dimension is sliced, in whole `block`s. A tensor with fewer entries than the first one has one entry for
     several elements, such as a scale per block. An incomplete last block is padded with zeros, in copies.
 
-    With `compile`, the function is compiled once for slices of all lengths. The scalars among `others` are passed as
-    0-d tensors, so that a new learning rate or step number does not recompile it.
+    With `compile`, the function is compiled once for slices of all lengths. Its scalars are then 0-d tensors, so
+    that a new learning rate or step number does not recompile it.
     """
 
-    def __init__(self, function: Callable, *, compile: bool, block: int = 1) -> None:
+    def __init__(self, function: Callable[..., None], *, compile: bool, block: int = 1) -> None:
         self._function, self._block = function, block
         # With Dynamo disabled, torch.compile returns the function itself.
         compiled = torch.compile(function, dynamic=True, fullgraph=True) if compile else function
         self._compiled = None if compiled is function else compiled
 
     def __call__(
-        self, device_type: str, tensors: Sequence[Tensor], *others: float | Tensor, noise: "RoundingNoise | None" = None
+        self,
+        device_type: str,
+        tensors: Sequence[Tensor],
+        *scalars: float | Tensor,
+        noise: "RoundingNoise | None" = None,
     ) -> None:
         first, block = tensors[0], self._block
         filled_up = -(-len(first) // block) * block
@@ -50,17 +54,17 @@ class Sliced:
         spans = [filled_up // max(1, len(tensor)) for tensor in tensors]
         row = max(1, first.numel() // max(1, len(first)))
         rows = max(1, slice_length(device_type, self._compiled is not None) // row)
-        others_compiled = [_as_tensor(other) for other in others] if self._compiled is not None else []
+        scalar_tensors = [_as_tensor(scalar) for scalar in scalars] if self._compiled is not None else []
 
         def call(parts: list[Tensor]) -> None:
             bits = None if noise is None else noise.draw(parts[0].numel()).view(parts[0].shape)
             # Dynamo would compile separately for a size of 1.
             if self._compiled is None or min(map(len, parts)) == 1:
-                self._function(parts, bits, *others)
+                self._function(parts, bits, *scalars)
             else:
                 shaped = [self._shaped(part, span, device_type) for part, span in zip(parts, spans, strict=True)]
                 noise_bits = None if bits is None else self._shaped(bits, 1, device_type)
-                self._compiled(shaped, noise_bits, *others_compiled)
+                self._compiled(shaped, noise_bits, *scalar_tensors)
 
         whole = len(first) // block * block
         for part in in_chunks(whole, rows):

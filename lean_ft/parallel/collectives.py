@@ -6,11 +6,10 @@ a constant to the compiler.
 Shapes: B batch, T tokens of a row, n ranks of the group, D any further dimensions.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.torch_private import collectives
 
 
@@ -52,34 +51,50 @@ def _summed(values: Tensor, group: str) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(values.contiguous(), "sum", group))
 
 
+class _TokensContext(AutogradContext[()]):
+    group: str
+    size: int
+    gather: bool
+
+
 class _Tokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: str, size: int, gather: bool) -> Tensor:
+    def forward(ctx: _TokensContext, values: Tensor, group: str, size: int, gather: bool) -> Tensor:
         ctx.group, ctx.size, ctx.gather = group, size, gather
         return (_gathered if gather else _scattered)(values, group, size)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _TokensContext, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return (_scattered if ctx.gather else _gathered)(grads[0], ctx.group, ctx.size), None, None, None
+
+
+class _AllToAllContext(AutogradContext[()]):
+    receive: list[int]
+    send: list[int]
+    group: str
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    def forward(ctx: _AllToAllContext, rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
         ctx.receive, ctx.send, ctx.group = receive, send, group
         return _exchanged(rows, receive, send, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _AllToAllContext, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(grads[0], ctx.send, ctx.receive, ctx.group), None, None, None
+
+
+class _SumContext(AutogradContext[()]):
+    group: str
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: str) -> Tensor:
+    def forward(ctx: _SumContext, values: Tensor, group: str) -> Tensor:
         ctx.group = group
         return _summed(values, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _SumContext, *grads: Tensor) -> tuple[Tensor, None]:
         return _summed(grads[0], ctx.group), None

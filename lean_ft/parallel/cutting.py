@@ -6,8 +6,6 @@ different data. Unsupported combinations raise an error: from the settings befor
 shapes before it takes memory.
 """
 
-from typing import Any
-
 from lean_ft.data.batch import PADDED_TO_MULTIPLE_OF
 from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import quantized_weights
@@ -67,7 +65,7 @@ def refuse_cuts(cfg: RecipeConfig) -> None:
         return
     _refuse_rows(cfg, parallel)
 
-    def has(group: type[Settings], name: str, value: Any) -> bool:
+    def has(group: type[Settings], name: str, value: object) -> bool:
         return getattr(cfg.group(group), name, None) == value
 
     whole = "it needs whole layers on each process"

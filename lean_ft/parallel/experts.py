@@ -88,8 +88,8 @@ def cut_experts(model: Decoder, ranks: ManyRanks) -> None:
             continue
         experts = module.experts
         between = ExpertRanks(ranks, experts.config.num_experts)
-        for parameter, _ in list(experts.named_parameters()):
-            cut_parameter(model, experts, f"{name}.experts", parameter, cut)
+        for parameter_name, _ in list(experts.named_parameters()):
+            cut_parameter(model, experts, f"{name}.experts", parameter_name, cut)
         num_local = between.num_experts // group.size()
         experts.config = replace(experts.config, num_experts=num_local, experts_per_token=1)
         experts.forward = MethodType(between.forward, experts)

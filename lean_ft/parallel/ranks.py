@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
@@ -108,14 +109,18 @@ def check_number(cfg: ParallelConfig, size: int) -> int:
     """
     names = [name for name in (CONTEXT, TENSOR) if getattr(cfg, name) > 1]
     names = ["replicate"] * (cfg.replicate > 1 or not names) + ["shard"] * (cfg.shard is not None) + names
-    asked = cfg.replicate * (cfg.shard or 1) * cfg.context * cfg.tensor
+    num_processes = cfg.replicate * (cfg.shard or 1) * cfg.context * cfg.tensor
     product = "parallel." + " x ".join(f"{name}={getattr(cfg, name)}" for name in names)
-    if size % asked or (cfg.shard is not None and asked != size):
+    if size % num_processes or (cfg.shard is not None and num_processes != size):
         there = "there is 1 process" if size == 1 else f"there are {size} processes"
-        start = f"start {asked} processes (leanft run --nproc-per-node {asked})" if asked > 1 else "remove both"
+        start = (
+            f"start {num_processes} processes (leanft run --nproc-per-node {num_processes})"
+            if num_processes > 1
+            else "remove both"
+        )
         raise ValueError(
-            f"{product} needs {'a multiple of ' if cfg.shard is None else ''}{asked} processes, and {there}. Set "
-            f"values whose product is {size}, or {start}."
+            f"{product} needs {'a multiple of ' if cfg.shard is None else ''}{num_processes} processes, and {there}. "
+            f"Set values whose product is {size}, or {start}."
         )
     num_shards = size // cfg.replicate
     if num_shards % cfg.experts:
@@ -141,8 +146,6 @@ class ManyRanks(Ranks):
         shape = (self.size // self.num_shards, self.num_shards)
         self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
         self.device, self.shard = device, self.mesh.get_local_rank(SHARD)
-        self._hosts: Any
-        self._hosts_beside: Any
         self._hosts, self._hosts_beside = (
             dist.new_group(backend=self.hosts_backend, timeout=timeout) for _ in range(2)
         )
@@ -198,8 +201,8 @@ class ManyRanks(Ranks):
         row."""
         if self.num_sharing == 1:
             return batch
-        own = batch.part_of_rows(self.rank % self.num_sharing, self.num_sharing)
-        return own if own.labels_whole_rows else replace(own, num_targets=self._count_targets(own.labels))
+        part = batch.part_of_rows(self.rank % self.num_sharing, self.num_sharing)
+        return part if part.labels_whole_rows else replace(part, num_targets=self._count_targets(part.labels))
 
     def _count_targets(self, labels: Tensor) -> int:
         return int((labels != IGNORED).sum())
@@ -259,16 +262,16 @@ class ManyRanks(Ranks):
         """Read how many of `num_rows` rows go to each rank and come from it, (2, n). The host waits for the device."""
         return counts.tolist()
 
-    def gather_no_more(self, model: Any) -> None:
+    def gather_no_more(self, model: nn.Module) -> None:
         for module in model.modules():
-            if hasattr(module, "reshard"):
+            if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def _refuse_different(by_rank: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """Raise ValueError unless all ranks have the same data; `by_rank` has each rank's host and data."""
-    (first_host, first), *others = by_rank
-    for rank, (host, other) in enumerate(others, start=1):
+    (first_host, first), *remaining = by_rank
+    for rank, (host, other) in enumerate(remaining, start=1):
         different = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if different:
             lines = "".join(
@@ -282,15 +285,15 @@ def _refuse_different(by_rank: Sequence[tuple[str, dict[str, Any]]]) -> None:
 
 def _describe(error: Exception) -> tuple[str, str]:
     """Kind and message of an error, for the other ranks."""
-    for kind in (ValueError, OSError):
-        if isinstance(error, kind):
-            return kind.__name__, str(error)
+    for error_class in (ValueError, OSError):
+        if isinstance(error, error_class):
+            return error_class.__name__, str(error)
     return "RuntimeError", f"{type(error).__name__}: {error}"
 
 
 def _as_error(description: tuple[str, str], rank: int) -> Exception:
     """An error of the kind that another rank raised."""
-    kind, message = description
-    if kind == "ValueError":
+    class_name, message = description
+    if class_name == "ValueError":
         return ValueError(message)
-    return {"OSError": OSError, "RuntimeError": RuntimeError}[kind](f"rank {rank}: {message}")
+    return {"OSError": OSError, "RuntimeError": RuntimeError}[class_name](f"rank {rank}: {message}")

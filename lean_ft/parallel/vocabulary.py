@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lean_ft.losses.chunked_softmax import (
     NUM_PART_COLUMNS,
@@ -38,6 +39,7 @@ from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL
 from lean_ft.models import Decoder
 from lean_ft.parallel.ranks import REPLICATE, SHARD, ManyRanks
 from lean_ft.settings import ParallelConfig
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.world import in_chunks
 
 LOOKED_UP_TOKENS = 4096  # tokens of all ranks per exchange of embedding rows
@@ -84,7 +86,7 @@ def why_gathered(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: 
 class CutVocabulary:
     """A model's embedding and output layer, sharded by rows over `mesh`; replaces the embedding's forward."""
 
-    def __init__(self, model: Decoder, ranks: ManyRanks, mesh: Any) -> None:
+    def __init__(self, model: Decoder, ranks: ManyRanks, mesh: DeviceMesh) -> None:
         self.ranks, self.group, self.size = ranks, ranks.mesh.get_group(SHARD), ranks.num_shards
         self.copies = ranks.mesh.get_group(REPLICATE) if ranks.mesh[REPLICATE].size() > 1 else None
         self.vocab_size = model.config.vocab_size
@@ -98,13 +100,13 @@ class CutVocabulary:
         model.tied_output_weight = None
         model.sharding.vocabulary = self
 
-    def _keep_own_rows(self, module: nn.Module, mesh: Any) -> nn.Parameter:
+    def _keep_own_rows(self, module: nn.Module, mesh: DeviceMesh) -> nn.Parameter:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         whole: nn.Parameter = module.weight  # type: ignore[assignment]
-        own = whole.detach()[self.first : self.first + -(-self.vocab_size // self.size)].clone()
+        rows = whole.detach()[self.first : self.first + -(-self.vocab_size // self.size)].clone()
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        part = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+        part = DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
         parameter = nn.Parameter(part, requires_grad=whole.requires_grad)
         setattr(module, "weight", parameter)  # noqa: B010
         return parameter
@@ -113,7 +115,7 @@ class CutVocabulary:
         """The embedding's rows (..., D) of `ids` (...)."""
         flat = ids.flatten()
         (most,) = self.ranks.highest(len(flat))
-        rows, tied_rows = _LookUp.apply(flat, _rows(self.embedding), self, most)  # type: ignore[misc]
+        rows, tied_rows = _LookUp.apply(flat, _rows(self.embedding), self, most)
         self._tied_rows = tied_rows if self.head is None else None
         return rows.view(*ids.shape, -1)
 
@@ -145,27 +147,27 @@ class CutVocabulary:
         (most,) = self.ranks.highest(len(flat))
         gathered = self.gather(_padded(flat, most))  # (n N, D)
         rows = -(-self.vocab_size // self.size)
-        own = self.output_rows()
+        local_rows = self.output_rows()
         parts = hidden.new_zeros(len(gathered), rows)
-        parts[:, : len(own)] = gathered @ own.T
+        parts[:, : len(local_rows)] = gathered @ local_rows.T
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self.group)
         whole = received.view(self.size, most, rows).transpose(0, 1).reshape(most, -1)
         return whole[: len(flat), : self.vocab_size].view(*hidden.shape[:-1], -1)
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """All-gather: (n C, ...) from each rank's (C, ...)."""
-        gathered = own.new_empty(self.size * len(own), *own.shape[1:])
+        gathered = values.new_empty(self.size * len(values), *values.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(gathered, own.contiguous(), group=self.group)
+        gather(gathered, values.contiguous(), group=self.group)
         return gathered
 
     def sum_back(self, gathered: Tensor) -> Tensor:
         """Reduce-scatter: this rank's (C, ...) of the sum of all ranks' (n C, ...)."""
-        own = gathered.new_empty(len(gathered) // self.size, *gathered.shape[1:])
+        values = gathered.new_empty(len(gathered) // self.size, *gathered.shape[1:])
         sum_back = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        sum_back(own, gathered, group=self.group)
-        return own
+        sum_back(values, gathered, group=self.group)
+        return values
 
     def sum_copies(self, gradient: Tensor) -> Tensor:
         """Sum a gradient over the model's replicas, in place."""
@@ -192,24 +194,33 @@ def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
     return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
 
 
+class _LookUpContext(AutogradContext[Tensor]):  # ids
+    cut: CutVocabulary
+    most: int
+    shape: torch.Size  # of the weight, as its dtype
+    dtype: torch.dtype
+
+
 class _LookUp(torch.autograd.Function):
     """Returns the embedding rows of this rank's ids and the rank's part of the weight, for a tied output layer's
     gradient."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, cut: CutVocabulary, most: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: _LookUpContext, ids: Tensor, weight: Tensor, cut: CutVocabulary, most: int
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.cut, ctx.most, ctx.shape, ctx.dtype = cut, most, weight.shape, weight.dtype
         ctx.set_materialize_grads(False)
         rows = weight.new_empty(len(ids), weight.shape[1])
         for chunk, gathered in _ids_in_chunks(ids, most, cut):
             row, is_here = cut.place(gathered, len(weight))
-            found = weight.index_select(0, row).masked_fill_(~is_here[:, None], 0)
-            rows[chunk] = cut.sum_back(found)[: len(rows[chunk])]
+            embedded = weight.index_select(0, row).masked_fill_(~is_here[:, None], 0)
+            rows[chunk] = cut.sum_back(embedded)[: len(rows[chunk])]
         return rows, weight.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: _LookUpContext, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
         grad_rows, gradient = grad_outputs
         if grad_rows is None:
@@ -225,7 +236,7 @@ class _LookUp(torch.autograd.Function):
         return None, ctx.cut.sum_copies(gradient), None, None
 
 
-def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Any:
+def _ids_in_chunks(ids: Tensor, most: int, cut: CutVocabulary) -> Iterator[tuple[slice, Tensor]]:
     """Each chunk's slice of this rank's ids (N,) and the ids of all ranks; the number of chunks is equal on all
     ranks."""
     length = max(1, LOOKED_UP_TOKENS // cut.size)
@@ -250,8 +261,8 @@ class _Passes(NamedTuple):
         C, P)."""
         logits_of = ChunkLogits(projection)
         for chunk in in_chunks(self.most, self.chunk_tokens, shown=2):
-            own = hidden[chunk].to(projection.dtype)
-            gathered = self.cut.gather(_padded(own, chunk.stop - chunk.start))
+            states = hidden[chunk].to(projection.dtype)
+            gathered = self.cut.gather(_padded(states, chunk.stop - chunk.start))
             yield chunk, gathered, logits_of(gathered)
 
     def work(self, chunk: slice, logits: Tensor, labels: Tensor, rows: Tensor) -> None:

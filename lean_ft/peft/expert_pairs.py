@@ -106,8 +106,8 @@ def names_by_expert(model: Decoder) -> list[str]:
     place = next(iter(experts_of(model)), None)
     if place is None:
         return []
-    found = (parts for own in PROJECTIONS for parts in _names_by_expert(model, f"{place}.{own}"))
-    return [name[name.find("experts.") :] for parts in found for name in parts]
+    all_parts = (parts for projection in PROJECTIONS for parts in _names_by_expert(model, f"{place}.{projection}"))
+    return [name[name.find("experts.") :] for parts in all_parts for name in parts]
 
 
 def _names_by_expert(model: Decoder, stack: str) -> list[Sequence[str]]:
@@ -129,8 +129,8 @@ def _stack(
     for name in names.values():
         _check_pair(adapter, name, inputs, outputs // num_parts)
     widths = [
-        max((adapter.shapes[name].rank for (part, _), name in names.items() if part == one), default=0)
-        for one in range(num_parts)
+        max((adapter.shapes[name].rank for (part, _), name in names.items() if part == number), default=0)
+        for number in range(num_parts)
     ]
     if (rank := sum(widths)) > inputs + outputs:  # one expert's large rank would take the memory of all experts
         raise ValueError(

@@ -82,9 +82,9 @@ def tokenizer_of(*folders: Path, chat_template: Path | None = None, model: Decod
 
 def template_kwargs(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The group `data.chat_template_kwargs` of settings by dotted key."""
-    prefix, found = "data.chat_template_kwargs.", dict[str, Any]()
+    prefix, variables = "data.chat_template_kwargs.", dict[str, Any]()
     for key, value in settings.items():
         if key.startswith(prefix):
             *groups, name = key.removeprefix(prefix).split(".")
-            reduce(lambda inner, group: inner.setdefault(group, {}), groups, found)[name] = value
-    return found
+            reduce(lambda inner, group: inner.setdefault(group, {}), groups, variables)[name] = value
+    return variables

@@ -75,8 +75,10 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     if model.vision is not None:
         _check_suits_tower([name for name in names if name.startswith(TOWER)], model.vision)
     if model.config.head_bias and (OUTPUT in names or model.source.new_ids):
-        asked = "model.new_tokens" if model.source.new_ids else f"{OUTPUT} in lora.targets"
-        raise ValueError(f"{asked} is not supported for an output layer with a bias, as this model has. Leave it out.")
+        setting = "model.new_tokens" if model.source.new_ids else f"{OUTPUT} in lora.targets"
+        raise ValueError(
+            f"{setting} is not supported for an output layer with a bias, as this model has. Leave it out."
+        )
     if OUTPUT in names and cfg.dropout:
         unsupported = f"lora.dropout={cfg.dropout:g} is not supported for {OUTPUT}"
         raise ValueError(f"{unsupported}. Set lora.dropout=0, or remove {OUTPUT} from lora.targets.")
@@ -122,12 +124,12 @@ def _check_suits_tower(names: Sequence[str], tower: nn.Module) -> None:
 
 def _check_suits_parameter(name: str, shape: AdapterShape, init: str, is_stack: bool) -> None:
     """Raise ValueError for an adapter that PEFT's `target_parameters` does not support."""
-    asked = {
+    unsupported = {
         "lora.dora": shape.dora,
         f"lora.dropout={shape.dropout:g}": is_stack and shape.dropout > 0,
         f"lora.init={init}": is_stack and init != "zero",
     }
-    if wrong := [setting for setting, is_set in asked.items() if is_set]:
+    if wrong := [setting for setting, is_set in unsupported.items() if is_set]:
         what = "a stack of experts" if is_stack else "a parameter to PEFT"
         raise ValueError(
             f"{name} is {what}, for which PEFT's format has only plain LoRA: {', '.join(wrong)} is not supported. "
@@ -204,10 +206,10 @@ def quantize_as_loaded(kind: FrozenKind) -> Quantize | None:
             )
         module = model.get_submodule(name)
         if isinstance(module, Experts):
-            for own in PROJECTIONS:
-                if (frozen := _frozen(model, f"{name}.{own}", getattr(module, own), kind)) is not None:
-                    delattr(module, own)
-                    setattr(module, own, frozen)
+            for projection in PROJECTIONS:
+                if (frozen := _frozen(model, f"{name}.{projection}", getattr(module, projection), kind)) is not None:
+                    delattr(module, projection)
+                    setattr(module, projection, frozen)
         elif type(module) is not nn.Linear or name in (OUTPUT, SCORE) or name.startswith(TOWER):
             return
         elif (frozen := _frozen(model, f"{name}.weight", module.weight, kind)) is not None:

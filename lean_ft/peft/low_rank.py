@@ -17,7 +17,7 @@ Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 Shapes: N tokens, I inputs, O outputs, R rank.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.frozen_weight import Form, Frozen, product_dtype
 from lean_ft.models.layers import is_on_cuda
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import Cost, register_cost
 from lean_ft.system.gpu_products import multiplies_into_float32
 
@@ -59,22 +60,38 @@ def sum_of_products(left: Tensor, right: Tensor, bias: Tensor | None, thin_left:
 
 
 @sum_of_products.register_fake
-def _(left: Tensor, right: Tensor, *args: Any) -> Tensor:
+def _(left: Tensor, right: Tensor, *_: Tensor | None) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1])
 
 
 @register_flop_formula(torch.ops.lean_ft.sum_of_products)
-def _num_flops(left: Any, right: Any, bias: Any, thin_left: Any, *args: Any, **kwargs: Any) -> int:
+def _num_flops(
+    left: Sequence[int],
+    right: Sequence[int],
+    bias: Sequence[int] | None,
+    thin_left: Sequence[int],
+    *_: object,
+    **__: object,
+) -> int:
     return 2 * left[0] * right[1] * (left[1] + thin_left[1])
 
 
 register_cost(torch.ops.lean_ft.sum_of_products, Cost(first_factor=0))
 
 
+class _LowRankContext(
+    # x, a, b, inner, mask, and W as it is stored
+    AutogradContext[Tensor, Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]
+):
+    scaling: float
+    dropout: float
+    form: Form
+
+
 class _LowRankLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LowRankContext,
         x: Tensor,  # (..., I)
         bias: Tensor | None,  # (O,)
         a: Tensor,  # (R, I)
@@ -99,7 +116,7 @@ class _LowRankLinear(torch.autograd.Function):
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LowRankContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, a, b, inner, mask, *tensors = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)  # (N, O)

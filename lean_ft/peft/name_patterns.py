@@ -113,13 +113,13 @@ class NamePatterns(Generic[ValueT]):
             case _Anchor(at_start):
                 return reached & (1 if at_start else 1 << len(name))
             case _Choice(sequences):
-                found = 0
+                ends = 0
                 for sequence in sequences:
                     here = reached
-                    for one in sequence:
-                        here = here and self._after(one, here, name, masks)
-                    found |= here
-                return found
+                    for part in sequence:
+                        here = here and self._after(part, here, name, masks)
+                    ends |= here
+                return ends
             case _Repeat(inner, least, most):
                 for _ in range(least):
                     reached = reached and self._after(inner, reached, name, masks)
@@ -148,8 +148,8 @@ class NamePatterns(Generic[ValueT]):
 def _fixed(pattern: _Choice) -> tuple[str, tuple[int, ...], bool] | None:
     """Return a pattern's text, the places of its dots and whether it is a whole name; None unless it is only a row of
     characters."""
-    first, *others = pattern.sequences
-    if others:
+    first, *alternatives = pattern.sequences
+    if alternatives:
         return None
     nodes = list(first)
     is_whole = nodes[:1] == [_Anchor(at_start=True)]
@@ -171,10 +171,10 @@ class _Parser:
         self._pattern, self._place, self._depth = pattern, 0, 0
 
     def whole(self) -> _Choice:
-        found = self._choice()
+        choice = self._choice()
         if self._place < len(self._pattern):
             self._fail()
-        return found
+        return choice
 
     def _choice(self) -> _Choice:
         sequences = [self._sequence()]
@@ -198,31 +198,31 @@ class _Parser:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             self._fail()
-        found = self._choice()
+        choice = self._choice()
         self._depth -= 1
         if not self._take(")"):
             self._fail()
-        return found
+        return choice
 
     def _atom(self) -> _Atom:
-        found = _ATOM.match(self._pattern, self._place)
-        if found is None:
+        atom = _ATOM.match(self._pattern, self._place)
+        if atom is None:
             self._fail()
-        if found[0].startswith("["):
+        if atom[0].startswith("["):
             try:
-                re.compile(found[0])
+                re.compile(atom[0])
             except re.error:
                 self._fail()
-        self._place = found.end()
-        return _Atom(found[0])
+        self._place = atom.end()
+        return _Atom(atom[0])
 
-    def _repeated(self, node: _Atom | _Choice, found: re.Match[str]) -> _Repeat:
-        self._place = found.end()
-        if found["sign"] is not None:
-            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[found["sign"]]
+    def _repeated(self, node: _Atom | _Choice, repetition: re.Match[str]) -> _Repeat:
+        self._place = repetition.end()
+        if repetition["sign"] is not None:
+            least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[repetition["sign"]]
         else:
-            least = int(found["least"])
-            most = least if found["comma"] is None else int(found["most"]) if found["most"] else None
+            least = int(repetition["least"])
+            most = least if repetition["comma"] is None else int(repetition["most"]) if repetition["most"] else None
         if most is not None and most < least:
             self._fail()
         return _Repeat(node, least, most)

@@ -8,7 +8,6 @@ Shapes: V vocabulary, D hidden size, N trained rows.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import Frozen, as_frozen
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.shards import local
 
 EMBEDDING = "model.embed_tokens"
@@ -65,9 +65,13 @@ class TrainedRows(nn.Module):
         return torch.where(is_row[..., None], rows.to(self.start.dtype), self.base_layer(x))
 
 
+class _RowsContext(AutogradContext[Tensor]):  # ids
+    dtype: torch.dtype
+
+
 class _WithRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    def forward(ctx: _RowsContext, weight: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.dtype = rows.dtype
         weight = weight.detach()
@@ -76,7 +80,7 @@ class _WithRows(torch.autograd.Function):
         return weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: _RowsContext, *grads: Tensor) -> tuple[None, Tensor, None]:
         (grad,) = grads
         (ids,) = ctx.saved_tensors
         return None, grad.index_select(0, ids).to(ctx.dtype), None

@@ -83,7 +83,7 @@ def check_trained(model: nn.Module) -> None:
     """Raise ValueError if a model with an adapter trains parameters that are not the adapter's: they would not be
     saved."""
     layers = adapted_layers(model) | trained_rows(model)
-    saved = {f"{name}.{own}" for name, layer in layers.items() for own, _ in layer.named_parameters()} | {
+    saved = {f"{name}.{ending}" for name, layer in layers.items() for ending, _ in layer.named_parameters()} | {
         *_score(model)
     }
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -116,7 +116,7 @@ def base_fingerprint(model: nn.Module) -> str | None:
     if not has_adapter(model):
         return None
     folder = source_of(model).folder
-    return None if folder is None else weights_fingerprint(folder)  # pyright: ignore[reportArgumentType]
+    return None if folder is None else weights_fingerprint(folder)
 
 
 @torch.no_grad()
@@ -125,14 +125,14 @@ def restore_adapter(path: str | Path, model: Decoder) -> None:
 
     Raises ValueError if the names, shapes or dtypes differ from the model's adapter.
     """
-    folder, own, layers = Path(path), adapter_parts(model), adapted_layers(model)
-    by_name = {name_in_language_model(name, SPELLINGS) or name: part for name, part in own.items()}
+    folder, parts, layers = Path(path), adapter_parts(model), adapted_layers(model)
+    by_name = {name_in_language_model(name, SPELLINGS) or name: part for name, part in parts.items()}
     stored = cast(dict[str, StoredTensor], read_adapter(folder).tensors)  # only `_with_own_names` stacks pairs
     read_same(stored, by_name, folder, what="adapter", begun_with="the lora settings")
     for name, layer in layers.items():
-        if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `own` has copies
+        if layer.start_A is not None:  # the file has PiSSA's two pairs as one, so `parts` has copies
             stem = _stem(model, name, layers)
-            _set_values(layer, {suffix: own[stem + suffix].values for suffix in _tensors(layer)})
+            _set_values(layer, {suffix: parts[stem + suffix].values for suffix in _tensors(layer)})
 
 
 def load_adapter(model: Decoder, *paths: str | Path) -> None:
@@ -151,11 +151,11 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
     for name in names:
         _put_stored(model, name, [adapter for adapter in adapters if name in adapter.shapes])
     for name, score in _score(model).items():
-        found = [adapter.tensors[name] for adapter in adapters if name in adapter.tensors]
-        if len(found) > 1:
+        scores = [adapter.tensors[name] for adapter in adapters if name in adapter.tensors]
+        if len(scores) > 1:
             raise ValueError("several adapters have an output layer for scores. Load one of them.")
-        if found:
-            score.copy_(read_tensor(found[0]))
+        if scores:
+            score.copy_(read_tensor(scores[0]))
             model.source.score_is_new = False
     for adapter in adapters:
         for name, ids in adapter.rows.items():
@@ -261,7 +261,9 @@ def _target_modules(model: Decoder, names: list[str]) -> list[str]:
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {
         name
-        for name, module in ((model.source.module_name(own), module) for own, module in model.named_modules())
+        for name, module in (
+            (model.source.module_name(module_name), module) for module_name, module in model.named_modules()
+        )
         if isinstance(getattr(module, "base_layer", module), nn.Linear | nn.Embedding | Router)
         and name.rpartition(".")[2] in short
     }
@@ -283,8 +285,8 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
     adapter = stack_pairs(model, adapter)
     modules, stacks, shapes = dict(model.named_modules()), experts_of(model), dict(adapter.shapes)
     own_names = _names_of_older_transformers(model)
-    own_names |= {model.source.module_name(own, in_whole=False): own for own in modules}
-    renamed = {theirs: own for theirs, own in own_names.items() if own not in stacks}
+    own_names |= {model.source.module_name(model_name, in_whole=False): model_name for model_name in modules}
+    renamed = {theirs: model_name for theirs, model_name in own_names.items() if model_name not in stacks}
     for name, shape in adapter.shapes.items():
         place = own_names.get(name.removesuffix(".base_layer"), "")
         if place not in stacks:
@@ -302,7 +304,7 @@ def _with_own_names(model: Decoder, adapter: StoredAdapter) -> StoredAdapter:
         return "".join([renamed.get(layer, layer), *ending])
 
     shapes, tensors, rows = (
-        {own(name): value for name, value in found.items()} for found in (shapes, adapter.tensors, adapter.rows)
+        {own(name): value for name, value in by_name.items()} for by_name in (shapes, adapter.tensors, adapter.rows)
     )
     return replace(adapter, shapes=shapes, tensors=tensors, rows=rows)
 
@@ -312,16 +314,16 @@ def _names_of_older_transformers(model: Decoder) -> dict[str, str]:
     places = {
         name: model.source.places(f"{name}.weight") for name, module in model.named_modules() if is_adaptable(module)
     }
-    return {stored.removesuffix(".weight"): name for name, (stored, *others) in places.items() if not others}
+    return {stored.removesuffix(".weight"): name for name, (stored, *further) in places.items() if not further}
 
 
 def _sizes(model: Decoder, name: str) -> tuple[int, int, int]:
     """(layers, outputs, inputs) of an adaptable layer or stack of layers. Raises AttributeError for any other name."""
-    place, _, own = name.rpartition(".")
+    place, _, last_name = name.rpartition(".")
     owner: Any = model.get_submodule(place)
     if is_projection_of_experts(model, name):
-        return linear_shape(as_frozen(getattr(owner, own)), owner.input_first_in_adapters)
-    layer = getattr(owner, own)
+        return linear_shape(as_frozen(getattr(owner, last_name)), owner.input_first_in_adapters)
+    layer = getattr(owner, last_name)
     if not is_adaptable(layer):
         raise AttributeError(name)
     return linear_shape(as_frozen(layer.weight), isinstance(layer, nn.Embedding))
@@ -366,8 +368,10 @@ def _check_fits(model: Decoder, adapter: StoredAdapter) -> None:
             if _is_own_weight(model, adapter, name):  # PEFT also saves the weight of an adapted embedding
                 continue
             if name == f"{SCORE}.weight":
-                kind = kind_of_scores(stored.shape[0])
-                raise ValueError(f"{adapter.folder} adapts {kind}, which gives scores and no text. Use `leanft score`.")
+                scores = kind_of_scores(stored.shape[0])
+                raise ValueError(
+                    f"{adapter.folder} adapts {scores}, which gives scores and no text. Use `leanft score`."
+                )
             raise ValueError(
                 f"{stored.file}: {name} is not part of a LoRA or DoRA adapter and differs from the weight of {what}. "
                 f"It was trained whole, which is not supported, or belongs to another base model. {other}"
@@ -385,8 +389,8 @@ def _lack(model: Decoder, name: str, what: str) -> str:
     stacks = list(experts_of(model).values())
     if not stacks or not _OF_ONE_EXPERT.search(name):
         return f"which {what} does not have"
-    known = f"{', '.join(names_by_expert(model))}, with * from 0 to {stacks[0].config.num_experts - 1}"
-    return f"a layer of one expert with an unknown name or number. Expected {known}"
+    names = f"{', '.join(names_by_expert(model))}, with * from 0 to {stacks[0].config.num_experts - 1}"
+    return f"a layer of one expert with an unknown name or number. Expected {names}"
 
 
 def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:
@@ -398,10 +402,10 @@ def _is_own_weight(model: Decoder, adapter: StoredAdapter, name: str) -> bool:
     if name in adapter.tensors and name.endswith(ENDING):
         return torch.equal(read_tensor(stored), read_tensor(adapter.tensors[name]))
     name = name.replace(".token_adapter", "").replace(".base_layer.", ".")
-    own = dict(model.named_parameters()).get(name)
-    if own is None or own.shape != stored.shape:
+    weight = dict(model.named_parameters()).get(name)
+    if weight is None or weight.shape != stored.shape:
         return False
-    is_same = (read_tensor(stored).to(own) == own.detach()).view(len(own), -1).all(1)
+    is_same = (read_tensor(stored).to(weight) == weight.detach()).view(len(weight), -1).all(1)
     is_same[adapter.rows.get(name.removesuffix(".weight"), [])] = True
     return bool(is_same.all())
 

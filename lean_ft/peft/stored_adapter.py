@@ -7,7 +7,7 @@ change the result is refused by name. Only safetensors are read, because a pickl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from lean_ft.peft.layers import AdapterShape
 from lean_ft.peft.lora import SCORE
 from lean_ft.peft.name_patterns import NamePatterns
 from lean_ft.peft.new_rows import ENDING
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.whole_files import read_json
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class StoredAdapter:
     def without_tower(self) -> "StoredAdapter":
         """The adapter for a model without its vision tower."""
         tensors, shapes = (
-            {name: value for name, value in found.items() if not is_of_images(name)}
-            for found in (self.tensors, self.shapes)
+            {name: value for name, value in by_name.items() if not is_of_images(name)}
+            for by_name in (self.tensors, self.shapes)
         )
         outside = [*self.outside, *(f"model.{name}" for name in self.tensors if is_of_images(name))]
         return replace(self, tensors=tensors, shapes=shapes, outside=outside)
@@ -105,19 +106,21 @@ def read_adapter(folder: Path) -> StoredAdapter:
     tensors, in_file, outside = dict[str, "StoredTensor | StackedFactor"](), dict[str, str](), list[str]()
     for name, stored in read_header(folder / WEIGHTS_FILE).items():
         if not stored.shape or 0 in stored.shape:
-            found = f"{name} has the shape {list(stored.shape)}"
-            raise ValueError(f"{stored.file}: {found}; expected a vector or a matrix with values.")
+            sentence = f"{name} has the shape {list(stored.shape)}"
+            raise ValueError(f"{stored.file}: {sentence}; expected a vector or a matrix with values.")
         if not name.startswith(PREFIX):
             raise ValueError(f"{stored.file}: {name} is not a PEFT tensor name; expected {PREFIX}...")
         # Older versions of PEFT append .weight to the magnitude's name.
         name = name.removeprefix(PREFIX)
         name = name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
-        if (own := name_in_language_model(name, SPELLINGS)) is None:
+        if (model_name := name_in_language_model(name, SPELLINGS)) is None:
             outside.append(name)
             continue
-        if own in tensors:
-            raise ValueError(f"{stored.file} has two tensors for {own}, under different names. Remove one of them.")
-        tensors[own], in_file[own] = stored, name
+        if model_name in tensors:
+            raise ValueError(
+                f"{stored.file} has two tensors for {model_name}, under different names. Remove one of them."
+            )
+        tensors[model_name], in_file[model_name] = stored, name
     shapes, names = {}, {}
     for name, stored in tensors.items():
         if name.endswith((OF_LINEAR[0], OF_EMBEDDING[0])):
@@ -166,18 +169,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
         hint = checkpoint_hint(folder)
         raise ValueError(f"{folder} has no adapter: expected PEFT's files {CONFIG_FILE} and {WEIGHTS_FILE}.{hint}")
     config = read_json(file, "it describes the adapter.")
-    if (kind := config.get("peft_type")) != "LORA":
-        raise ValueError(f"{file}: peft_type is {kind!r}, which is not supported; expected LORA.")
+    if (peft_type := config.get("peft_type")) != "LORA":
+        raise ValueError(f"{file}: peft_type is {peft_type!r}, which is not supported; expected LORA.")
     if config.get("init_lora_weights") not in _HARMLESS_STARTS:
         raise ValueError(
             f"{file}: init_lora_weights is {config['init_lora_weights']!r}, so the adapter needs changed base weights. "
             "Convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
     for name, value in config.items():
-        known = name in _KNOWN_FIELDS or (name == "bias" and value == "none")
+        is_supported = name in _KNOWN_FIELDS or (name == "bias" and value == "none")
         if name == "modules_to_save" and isinstance(value, list):
-            known = all(module in (SCORE, "classifier") for module in value)
-        if not known and value not in (None, False, 0, "", [], {}):
+            is_supported = all(module in (SCORE, "classifier") for module in value)
+        if not is_supported and value not in (None, False, 0, "", [], {}):
             raise ValueError(f"{file}: {name} is {value!r}, which is not supported; expected it absent or null.")
     for name in ("r", "lora_alpha"):
         if not _is_positive(value := config.get(name)):
@@ -189,22 +192,24 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_ALPHA
 
 
-def _alphas(patterns: Any, file: Path) -> NamePatterns[float]:
+def _alphas(patterns: JSON, file: Path) -> NamePatterns[float]:
     """The alphas of `alpha_pattern`, by patterns of layers' names."""
     if not isinstance(patterns, dict):
         raise ValueError(f"{file}: alpha_pattern is {patterns!r:.40}; expected an object of patterns and alphas.")
+    alphas = dict[str, float]()
     for pattern, alpha in patterns.items():
         if not _is_positive(alpha):
             raise ValueError(
                 f"{file}: alpha_pattern has {alpha!r} for {pattern!r}; expected a positive number of at most "
                 f"{MAX_ALPHA:.0e} for a regular expression of layers' names."
             )
+        alphas[pattern] = float(alpha)
     try:
-        return NamePatterns({pattern: float(alpha) for pattern, alpha in patterns.items()})
+        return NamePatterns(alphas)
     except ValueError as error:
         raise ValueError(f"{file}: alpha_pattern: {error}") from None
 

@@ -35,7 +35,7 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
     not train.
     """
     modules = _layers(model)
-    found: set[str] = set()
+    targets: set[str] = set()
     names_tower = any(pattern.startswith("vision") for pattern in patterns)
     for pattern in patterns:
         tied = [name for name in ("lm_head", "model.embed_tokens") if matches_name(name, pattern)]
@@ -55,8 +55,8 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
                 "layers, experts and the embedding take an adapter. Set other "
                 f"targets{f', such as {ends[0]}' if ends else ''}."
             )
-        found.update(set(matched) - set(other))
-    return [name for name in modules if name in found]
+        targets.update(set(matched) - set(other))
+    return [name for name in modules if name in targets]
 
 
 def _matched_in_tower(model: Decoder, modules: dict[str, nn.Module], pattern: str, *, is_alone: bool) -> list[str]:
@@ -131,7 +131,7 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
 
 
 def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]) -> str:
-    unread = [name.rpartition(".")[0] for name, own in model.source.names.items() if own is None]
+    unread = [name.rpartition(".")[0] for name, model_name in model.source.names.items() if model_name is None]
     if model.vision is None and any(matches_name(name, pattern) for name in unread):
         return (
             f"lora.targets: {pattern!r} matches only layers of the model's vision tower, and model.images=none loads "

@@ -145,8 +145,8 @@ class ToolsConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_functions(cls, given: Any) -> Any:
-        return {"functions": given} if isinstance(given, list) else given
+    def _from_functions(cls, value: object) -> object:
+        return {"functions": value} if isinstance(value, list) else value
 
 
 class SamplingConfig(Settings):

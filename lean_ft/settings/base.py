@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt
 
@@ -13,11 +13,14 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 
+ValueT = TypeVar("ValueT")
+NameT = TypeVar("NameT", str, Path)
+
 # Alternative spellings of values -> lean_ft's spelling.
 _SAME_VALUE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "gpu": "cuda"}
 
 
-def spelled_out(value: Any) -> Any:
+def spelled_out(value: ValueT) -> ValueT | str:
     """Return lean_ft's spelling of a dtype or a device: `bf16` and `torch.bfloat16` become `bfloat16`, `gpu` becomes
     `cuda`. Return other values unchanged."""
     text = str(value).removeprefix("torch.") if str(value).startswith("torch.") else value
@@ -32,7 +35,7 @@ Device = Annotated[
 ]
 
 
-def _has_no_control_characters(name: Any) -> Any:
+def _has_no_control_characters(name: NameT) -> NameT:
     if on_one_line(str(name)) != str(name):
         raise ValueError(
             f"expected a path or a name on one line without control characters, found {str(name)!r}. Rename it: "
@@ -88,7 +91,7 @@ class Settings(BaseModel):
     )
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+    def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
         for field in cls.model_fields.values():
             field.description = " ".join((field.description or "").split()) or None
 
@@ -97,7 +100,7 @@ class Settings(BaseModel):
         the user. Plans take such a step."""
         return self
 
-    def for_adapter(self) -> dict[str, Any]:
+    def for_adapter(self) -> dict[str, str]:
         """The settings to change, by name, if an adapter trains instead of the model's weights."""
         return {}
 

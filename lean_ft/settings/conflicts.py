@@ -419,20 +419,24 @@ def check_conflicts(recipe: BaseModel) -> None:
     for name, settings_class in _GROUPS.items():
         if (group := next((value for _, value in recipe if isinstance(value, settings_class)), None)) is not None:
             groups[name] = group
-    found = [
+    messages = [
         conflict.message.format_map(groups)
         for conflict, names in _READS
         if groups.keys() >= set(names) and conflict.applies(**{name: groups[name] for name in names})
     ]
-    if found:
-        raise ValueError("\n".join(found))
+    if messages:
+        raise ValueError("\n".join(messages))
 
 
 # Each conflict and the groups that it reads; a parameter with a default is a constant of the row.
 _READS = [
     (
         conflict,
-        [name for name, one in inspect.signature(conflict.applies).parameters.items() if one.default is one.empty],
+        [
+            name
+            for name, parameter in inspect.signature(conflict.applies).parameters.items()
+            if parameter.default is parameter.empty
+        ],
     )
     for conflict in CONFLICTS
 ]

@@ -32,6 +32,7 @@ from lean_ft.settings.other_tools import (
 from lean_ft.settings.strict_yaml import Plain, as_text, parse_yaml, read_yaml_file, to_yaml
 from lean_ft.settings.text import dotted, problems_of
 from lean_ft.system import catalog
+from lean_ft.system.foreign_values import JSON
 
 Values = dict[str, Any]  # dotted key -> value
 MAX_REMARKS, MAX_CHARACTERS = 200, 1000
@@ -85,7 +86,7 @@ class Preset:
         if self.settings.get("lora", {}) is None:
             self.settings = {key: value for key, value in self.settings.items() if not f"{key}.".startswith("lora.")}
 
-    def _take(self, key: str, value: Any, is_default: bool = False) -> None:
+    def _take(self, key: str, value: JSON, is_default: bool = False) -> None:
         answer, row = self._answer(key, value), table(self.tool).get(key)
         is_named = isinstance(row, dict) and as_text(value).lower() in by_lower_value(row)
         if (value is None or value is False) and not is_named and (answer is None or value is None or answer.verdict):
@@ -105,7 +106,7 @@ class Preset:
         else:
             self._assign(key, value, answer, is_default)
 
-    def _described(self, key: str, name: str, value: Any) -> str:
+    def _described(self, key: str, name: str, value: JSON) -> str:
         """Return a key that describes rows, with what replaces it; empty if nothing has to."""
         answer = equivalent(self.tool, key, as_text(value))
         if answer is not None and answer.verdict == NEEDLESS:
@@ -114,7 +115,7 @@ class Preset:
         meaning = " or ".join(ours) or (f"not supported: {answer.note}" if answer else "")
         return f"{name}: {to_yaml(value, flow=True)}" + (f" ({meaning})" if meaning else "")
 
-    def _answer(self, key: str, value: Any) -> Equivalent | None:
+    def _answer(self, key: str, value: JSON) -> Equivalent | None:
         """Return the row's answer, of a component by its full or last name. A part of a group takes the verdict on the
         group."""
         text, row = as_text(value), table(self.tool).get(key)
@@ -126,10 +127,10 @@ class Preset:
             return answer if answer is not None and answer.verdict else None
         return answer
 
-    def _assign(self, key: str, value: Any, answer: Equivalent, is_default: bool) -> None:
-        known = {RECIPE, *_defaults(self.recipe)}
-        known |= {setting.partition(".")[0] for setting in known}
-        meant = next((ours for ours in answer.alternatives if RECIPE in ours or are_in(known, ours)), None)
+    def _assign(self, key: str, value: JSON, answer: Equivalent, is_default: bool) -> None:
+        setting_names = {RECIPE, *_defaults(self.recipe)}
+        setting_names |= {setting.partition(".")[0] for setting in setting_names}
+        meant = next((ours for ours in answer.alternatives if RECIPE in ours or are_in(setting_names, ours)), None)
         if meant is None:
             self.remark(f"{key}: {to_yaml(value, flow=True)} has no equivalent in the recipe {self.recipe}.")
             return
@@ -143,7 +144,7 @@ class Preset:
             if answer.note:
                 self.remark(f"{key}: {answer.note}.")
 
-    def _set(self, key: str, ours: str, value: Any, is_default: bool = False) -> None:
+    def _set(self, key: str, ours: str, value: JSON, is_default: bool = False) -> None:
         """Set one of our settings. If another key has set it, lists are joined and a default value is replaced."""
         before, earlier = self.settings.get(ours), self.set_by.get(ours, "")
         value = spelled_out(value) if ours == "model.dtype" else value
@@ -211,7 +212,7 @@ class Preset:
         defaults, nested = _defaults(self.recipe), Values()
         for key, value in self.settings.items():
             if value is not None and (key == "optimizer.lr" or defaults.get(key) != value):
-                inside: Any = nested
+                inside = nested
                 for group in key.split(".")[:-1]:
                     inside = inside.setdefault(group, {})
                 last = key.rpartition(".")[2]
@@ -258,7 +259,7 @@ def refuse_other_tools(preset: Path) -> None:
         )
 
 
-def _tool_of(values: Any) -> str | None:
+def _tool_of(values: JSON) -> str | None:
     """Return the tool whose configuration has these keys; None for a preset of lean_ft and for other files."""
     if not isinstance(values, dict) or RECIPE in values:
         return None
@@ -275,8 +276,12 @@ def _adapted(theirs: Values, tool: str) -> Values:
     left = {key: _resolved(value, theirs) for key, value in theirs.items()}
     betas = {key: left[key] for key in ("adam_beta1", "adam_beta2") if left.get(key) is not None}
     left |= {key: [betas.get("adam_beta1", 0.9), betas.get("adam_beta2", 0.999)] for key in betas}
-    if tool == "llama_factory" and left.get("lora_alpha") is None and isinstance(left.get("lora_rank") or 8, int):
-        left["lora_alpha"] = 2 * (left.get("lora_rank") or 8)
+    if (
+        tool == "llama_factory"
+        and left.get("lora_alpha") is None
+        and isinstance(rank := left.get("lora_rank") or 8, int)
+    ):
+        left["lora_alpha"] = 2 * rank
     if isinstance(names := left.get("model.lora_attn_modules"), list):
         left["model.lora_attn_modules"] = ["o_proj" if name == "output_proj" else name for name in names]
     if left.get("dataset.data_files"):
@@ -284,7 +289,7 @@ def _adapted(theirs: Values, tool: str) -> Values:
     return left
 
 
-def _resolved(value: Any, theirs: Values) -> Any:
+def _resolved(value: JSON, theirs: Values) -> JSON:
     """Return a value of torchtune without its references to other keys, such as `${output_dir}/logs`."""
     for _ in range(16):  # a value may refer to itself
         if not isinstance(value, str) or len(value) > MAX_CHARACTERS:
@@ -295,11 +300,11 @@ def _resolved(value: Any, theirs: Values) -> Any:
     return value
 
 
-def _described(given: Any, key: str, theirs: Values, file: Path) -> Iterator[Values]:
+def _described(datasets: JSON, key: str, theirs: Values, file: Path) -> Iterator[Values]:
     """Yield LLaMA-Factory's descriptions of data sets, from dataset_info.json; a name that it lacks is a path."""
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
+    names = [name.strip() for name in datasets.split(",")] if isinstance(datasets, str) else datasets
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{key} is {repr(given)[:100]}; expected names separated by commas.")
+        raise ValueError(f"{key} is {repr(datasets)[:100]}; expected names separated by commas.")
     folder = str(theirs.get("dataset_dir") or "data")
     places = [Path(folder) / "dataset_info.json", file.parent / folder / "dataset_info.json"]
     info = next((place for place in places if place.is_file()), None)
@@ -316,17 +321,17 @@ def flat(values: Values) -> Values:
     return {key: plain(value) for key, value in dotted(values) if value != {}}
 
 
-def plain(value: Any) -> Any:
+def plain(value: JSON) -> JSON:
     if isinstance(value, list):
         return [flat(item) if isinstance(item, dict) else plain(item) for item in value]
     return value.value() if isinstance(value, Plain) else value
 
 
-def _value(text: str, theirs: Any) -> Any:
+def _value(text: str, theirs: JSON) -> JSON:
     """Return a value of ours, such as `[VALUE]`, for a value of theirs. 500.0 is 500, and `a, b` is a list where ours
     is."""
     if text == f"[{VALUE}]":
-        parts = [part.strip() for part in theirs.split(",")] if isinstance(theirs, str) else [theirs]
+        parts: list[JSON] = [part.strip() for part in theirs.split(",")] if isinstance(theirs, str) else [theirs]
         return theirs if isinstance(theirs, list) else parts
     if text == VALUE or isinstance(theirs, list):
         return int(theirs) if isinstance(theirs, float) and theirs.is_integer() and theirs >= 1 else theirs
@@ -335,4 +340,4 @@ def _value(text: str, theirs: Any) -> Any:
 
 def _one_line(text: str) -> str:
     """Escape line breaks, which would end a comment, and other control characters."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[:MAX_CHARACTERS])
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:MAX_CHARACTERS])

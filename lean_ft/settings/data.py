@@ -111,7 +111,7 @@ class RowsConfig(Settings):
     @model_validator(mode="after")
     def _says_what_is_held_out(self) -> "RowsConfig":
         held_out = [self.validation_source] if isinstance(self.validation_source, str) else self.validation_source or []
-        unsaid = next((one for one in held_out if isinstance(one, str) or one.split is None), None)
+        unsaid = next((source for source in held_out if isinstance(source, str) or source.split is None), None)
         if "[" in self.split and unsaid is not None:
             path = unsaid if isinstance(unsaid, str) else unsaid.path
             raise ValueError(
@@ -212,8 +212,10 @@ class DataConfig(RowsConfig):
         of your own gets them all."""
         if not isinstance(self.objective, str):
             return self
-        kind = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
-        return kind.model_construct(**{name: getattr(self, name) for name in kind.model_fields})
+        settings_class = next(
+            settings_class for settings_class in type(self).__mro__ if settings_class.__module__ == __name__
+        )
+        return settings_class.model_construct(**{name: getattr(self, name) for name in settings_class.model_fields})
 
     @field_validator("format", mode="wrap")
     @classmethod

@@ -13,8 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import ComputedField, DataclassField, ModelField, TypedDictField
 
 from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
 
 Schema = dict[str, Any]  # JSON schema of a setting or a group
@@ -30,7 +32,9 @@ COMMON = [
 class _PresetSchema(GenerateJsonSchema):
     """Marks no field as required, because the command line may set it, and includes defaults from factories."""
 
-    def field_is_required(self, field: Any, total: bool) -> bool:
+    def field_is_required(
+        self, field: ModelField | DataclassField | TypedDictField | ComputedField, total: bool
+    ) -> bool:
         return False
 
     def default_schema(self, schema: Any) -> Schema:
@@ -84,7 +88,9 @@ def commented_yaml(config_class: type[BaseModel], width: int = 100, only: Sequen
             raise ValueError(f"no setting and no group is called '{name}'.{did_you_mean(name, settings)}")
     off = ""  # the current group, if it is off
     for setting in in_reading_order(settings):
-        if only and not any(f"{one}.".startswith(f"{setting.key}.") or _is_in(setting.key, one) for one in only):
+        if only and not any(
+            f"{selected}.".startswith(f"{setting.key}.") or _is_in(setting.key, selected) for selected in only
+        ):
             continue
         *groups, name = setting.key.split(".")
         if lines and not groups:
@@ -128,7 +134,7 @@ def in_reading_order(settings: dict[str, Setting]) -> list[Setting]:
 
     def ranks(key: str) -> list[tuple[int, int]]:
         above, last = key.rpartition(".")[0], len(first) + (settings[key].group is None)
-        place = next((place for place, one in enumerate(first) if _is_in(one, key)), last)
+        place = next((place for place, leader in enumerate(first) if _is_in(leader, key)), last)
         return [*(ranks(above) if above else []), (place, numbers[key])]
 
     return sorted(settings.values(), key=lambda setting: ranks(setting.key))
@@ -145,11 +151,11 @@ def all_settings(config_class: type[BaseModel]) -> dict[str, Setting]:
     schema = config_schema(config_class)
     definitions, settings = schema.get("$defs", {}), {}
 
-    def follow(part: Any) -> None:  # replaces each `$ref` by its definition
+    def follow(part: JSON) -> None:  # replaces each `$ref` by its definition
         for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
             follow(inner)
-        if isinstance(part, dict) and "$ref" in part:
-            part |= {**definitions[part.pop("$ref").rpartition("/")[2]], **part}
+        if isinstance(part, dict) and isinstance(reference := part.pop("$ref", None), str):
+            part |= {**definitions[reference.rpartition("/")[2]], **part}
 
     def add(above: Schema, prefix: str, instance: Schema, is_required: bool) -> None:
         for name, schema in above["properties"].items():

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from lean_ft.settings.describing import Setting
 from lean_ft.settings.other_tools import (
@@ -19,24 +18,25 @@ from lean_ft.settings.other_tools import (
     tools,
 )
 from lean_ft.settings.strict_yaml import Plain, as_text
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
 
 
-def hint_for_name(name: str, value: Any, settings: Mapping[str, Setting]) -> str:
+def hint_for_name(name: str, value: JSON, settings: Mapping[str, Setting]) -> str:
     """Return the end of a message for a name that is no setting: what replaces it, or the nearest name; empty for
     neither."""
-    found, sentence = replacement(name, as_text(value), settings)
-    if found or sentence:
-        return _hint(assigned(found, as_text(value), name in settings), sentence)
+    substitutes, sentence = replacement(name, as_text(value), settings)
+    if substitutes or sentence:
+        return _hint(assigned(substitutes, as_text(value), name in settings), sentence)
     return did_you_mean(name, (setting.key for setting in settings.values() if setting.group is None))
 
 
-def hint_for_value(setting: Setting, value: Any, settings: Mapping[str, Setting]) -> str:
+def hint_for_value(setting: Setting, value: JSON, settings: Mapping[str, Setting]) -> str:
     """Return the end of a message for a value that its setting refuses, in the same way."""
     text, expected = as_text(value), re.split(r" \| | or ", setting.type)
-    found, sentence = value_replacement(setting.key, text)
-    if all(key in settings for key in found) and (found or sentence):
-        return _hint(assigned(found, text), sentence)
+    substitutes, sentence = value_replacement(setting.key, text)
+    if all(key in settings for key in substitutes) and (substitutes or sentence):
+        return _hint(assigned(substitutes, text), sentence)
     if (spelled := table("spellings").get(text.lower())) in expected:
         return _hint(f"{setting.key}={spelled}")
     if isinstance(value, str) and "number" in setting.type and not isinstance(Plain(value).value(), str | None):
@@ -48,27 +48,29 @@ def _hint(meant: str, sentence: str = "") -> str:
     return (f" Did you mean '{meant}'?" if meant else "") + (f" {sentence}" if sentence else "")
 
 
-def replacement(name: str, value: str, known: Collection[str]) -> tuple[Settings, str]:
+def replacement(name: str, value: str, recipe_names: Collection[str]) -> tuple[Settings, str]:
     """Return what replaces a setting that a recipe does not have: settings and a note, or no settings and the reason.
 
-    known: the recipe's settings and groups.
+    recipe_names: of its settings and groups.
     """
-    found, group = list(_equivalents(name, value, known)), name.partition(".")[0]
-    if group != name and (name in table("recipes") or group not in known) and (owner := _owner(name)):
+    equivalents, group = list(_equivalents(name, value, recipe_names)), name.partition(".")[0]
+    if group != name and (name in table("recipes") or group not in recipe_names) and (owner := _owner(name)):
         return {}, f"The recipe {owner} has {name if name in table('recipes') else f'the group {group}'}."
-    for one in found:
-        for settings in one.alternatives:
+    for candidate in equivalents:
+        for settings in candidate.alternatives:
             if RECIPE in settings:
-                others = {key: text for key, text in settings.items() if key != RECIPE}
-                return {}, f"Use the recipe {settings[RECIPE]}{' with ' if others else ''}{assigned(others, value)}."
-            if are_in(known, settings):
-                return settings, _sentence(one.note)
-    named = [settings for one in found for settings in one.alternatives]
+                further = {key: text for key, text in settings.items() if key != RECIPE}
+                return {}, f"Use the recipe {settings[RECIPE]}{' with ' if further else ''}{assigned(further, value)}."
+            if are_in(recipe_names, settings):
+                return settings, _sentence(candidate.note)
+    named = [settings for candidate in equivalents for settings in candidate.alternatives]
     for settings in (*named, *([{name: VALUE}] if name in table("recipes") else [])):
-        owners = [_owner(key) for key in settings if key not in known]
+        owners = [_owner(key) for key in settings if key not in recipe_names]
         if owner := next(filter(None, owners), "finetune" if settings in named else None):
             return {}, f"The recipe {owner} has {assigned(settings, value)}."
-    return {}, next((_sentence(f"{one.verdict}: {one.note}") for one in found if one.verdict), "")
+    return {}, next(
+        (_sentence(f"{candidate.verdict}: {candidate.note}") for candidate in equivalents if candidate.verdict), ""
+    )
 
 
 def value_replacement(key: str, value: str) -> tuple[Settings, str]:
@@ -77,19 +79,19 @@ def value_replacement(key: str, value: str) -> tuple[Settings, str]:
     for name, row in rows if value.lower() != "any" else ():
         if (text := by_lower_value(row).get(value.lower())) is None:
             continue
-        one, others = read_equivalent(text), read_equivalent(row.get("any", key))
-        meant = next((settings for settings in one.alternatives if key in settings), None)
+        of_value, of_any = read_equivalent(text), read_equivalent(row.get("any", key))
+        meant = next((settings for settings in of_value.alternatives if key in settings), None)
         if meant is not None:
-            return meant, _sentence(one.note)
-        if name == key or any(key in settings for settings in others.alternatives):
-            if one.verdict:
-                return {}, _sentence(f"{one.verdict}: {one.note}")
-            if one.alternatives[0].get(RECIPE):
-                return {}, f"Use the recipe {one.alternatives[0][RECIPE]}."
+            return meant, _sentence(of_value.note)
+        if name == key or any(key in settings for settings in of_any.alternatives):
+            if of_value.verdict:
+                return {}, _sentence(f"{of_value.verdict}: {of_value.note}")
+            if of_value.alternatives[0].get(RECIPE):
+                return {}, f"Use the recipe {of_value.alternatives[0][RECIPE]}."
     return {}, ""
 
 
-def _equivalents(name: str, value: str, known: Collection[str]) -> Iterator[Equivalent]:
+def _equivalents(name: str, value: str, recipe_names: Collection[str]) -> Iterator[Equivalent]:
     """Yield what the file says of a name, or of names with the same last part."""
     parts, (group, _, last) = ("values", "words", *tools()), name.rpartition(".")
     exact = [equivalent(part, name, value) for part in parts if name in table(part)]
@@ -97,12 +99,17 @@ def _equivalents(name: str, value: str, known: Collection[str]) -> Iterator[Equi
         yield from filter(None, exact)
         return
     endings = [
-        (part, one) for part in parts[1:] for one in table(part) if one != name and one.rpartition(".")[2] == last
+        (part, answer)
+        for part in parts[1:]
+        for answer in table(part)
+        if answer != name and answer.rpartition(".")[2] == last
     ]
     for part, ending in endings:
-        one = equivalent(part, ending, value)
-        if one and (group not in known or any(f"{group}." in key for settings in one.alternatives for key in settings)):
-            yield one
+        answer = equivalent(part, ending, value)
+        if answer and (
+            group not in recipe_names or any(f"{group}." in key for settings in answer.alternatives for key in settings)
+        ):
+            yield answer
 
 
 def _owner(key: str) -> str | None:

@@ -86,17 +86,17 @@ class NamedLossConfig(ReferencedLossConfig):
         return self
 
     @classmethod
-    def check(cls, loss: str, given: dict[str, float]) -> None:
+    def check(cls, loss: str, arguments: dict[str, float]) -> None:
         """Raise ValueError for arguments of a loss's function that it does not read, or out of the ranges of the
         fields."""
         reads = cls.losses[loss].reads if loss in cls.losses else {}
         readable = [name for name in ("beta", *reads) if name in cls.model_fields]
-        for name in given:
+        for name in arguments:
             if name not in readable:
                 remedy = f"Remove it, or set {' or '.join(readable)}" if readable else "Remove it"
                 raise ValueError(f"{name} is no setting of the loss {loss}. {remedy}.")
         try:
-            cls.model_validate({**({"name": loss} if loss in cls.losses else {}), **given})
+            cls.model_validate({**({"name": loss} if loss in cls.losses else {}), **arguments})
         except ValidationError as error:
             first = error.errors()[0]
             place = "".join(f"{name}={first['input']} of the loss {loss}: " for name in first["loc"])
@@ -114,7 +114,7 @@ PREFERENCE_LOSSES = {
     "cpo": LossFacts({"alpha": 1.0}, needs_reference=False),
     "orpo": LossFacts(needs_reference=False),
 }
-PreferenceLossName = Literal[tuple(PREFERENCE_LOSSES)]  # pyright: ignore[reportInvalidTypeForm]
+PreferenceLossName = Literal[tuple(PREFERENCE_LOSSES)]
 
 
 class PreferenceLossConfig(NamedLossConfig):
@@ -224,7 +224,7 @@ POLICY_LOSSES = {
     "cispo": LossFacts({"epsilon_max": 5.0}),
     "rloo": LossFacts({"epsilon": 0.2, "epsilon_high": 0.2}),
 }
-PolicyLossName = Literal[tuple(POLICY_LOSSES)]  # pyright: ignore[reportInvalidTypeForm]
+PolicyLossName = Literal[tuple(POLICY_LOSSES)]
 
 
 class PolicyLossConfig(NamedLossConfig):

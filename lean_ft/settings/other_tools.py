@@ -68,7 +68,7 @@ def equivalent(part: str, name: str, value: str) -> Equivalent | None:
 
 
 def by_lower_value(row: dict[str, str]) -> dict[str, str]:
-    return {one.lower(): text for one, text in by_name(row).items()}
+    return {value.lower(): text for value, text in by_name(row).items()}
 
 
 def read_equivalent(text: str) -> Equivalent:
@@ -76,7 +76,7 @@ def read_equivalent(text: str) -> Equivalent:
     if target in (NEEDLESS, UNSUPPORTED):
         return Equivalent([], target, note)
     split = [re.split(r"\s+(?=[\w.]+=)", alternative) for alternative in target.split(" or ")]
-    pairs = [[one.partition("=") for one in alternative] for alternative in split]
+    pairs = [[assignment.partition("=") for assignment in alternative] for alternative in split]
     return Equivalent([{key: value or VALUE for key, _, value in alternative} for alternative in pairs], "", note)
 
 
@@ -101,6 +101,8 @@ def filled(text: str, value: str) -> str:
         return text.replace(VALUE, value)
 
 
-def are_in(known: Collection[str], settings: Settings) -> bool:
+def are_in(recipe_names: Collection[str], settings: Settings) -> bool:
     """Whether a recipe has all settings. `data.columns.prompt` is an entry of `data.columns`."""
-    return all(key in known or (key.count(".") == 2 and key.rpartition(".")[0] in known) for key in settings)
+    return all(
+        key in recipe_names or (key.count(".") == 2 and key.rpartition(".")[0] in recipe_names) for key in settings
+    )

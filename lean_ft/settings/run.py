@@ -222,16 +222,16 @@ class RecipeConfig(Settings):
             return data.batch_tokens
         return None if row_tokens is None else self.batch_size * row_tokens
 
-    def group(self, kind: type[GroupT]) -> GroupT | None:
+    def group(self, group_class: type[GroupT]) -> GroupT | None:
         """Return the recipe's first group of settings of this class, or None."""
-        return next((value for _, value in self if isinstance(value, kind)), None)
+        return next((value for _, value in self if isinstance(value, group_class)), None)
 
-    def needed(self, kind: type[GroupT]) -> GroupT:
+    def needed(self, group_class: type[GroupT]) -> GroupT:
         """Return the recipe's first group of settings of this class. Raises ValueError if it has none."""
-        if (group := self.group(kind)) is None:
+        if (group := self.group(group_class)) is None:
             raise ValueError(
-                f"the recipe's Config has no settings of the class {kind.__name__}, which a function of the recipe "
-                f"reads. Add a field of this class, such as `data: {kind.__name__}`."
+                f"the recipe's Config has no settings of the class {group_class.__name__}, which a function of the "
+                f"recipe reads. Add a field of this class, such as `data: {group_class.__name__}`."
             )
         return group
 
@@ -312,13 +312,13 @@ _NAMES_A_MODEL: dict[type[Settings], str] = {ModelConfig: "path", DistillConfig:
 
 def models_of(cfg: BaseModel) -> dict[tuple[str, str], str]:
     """Return every model path in the settings by (group, setting): {("model", "path"): "tiny"}."""
-    found: dict[tuple[str, str], str | None] = {
+    paths: dict[tuple[str, str], str | None] = {
         (group, name): getattr(value, name)
         for group, value in cfg
-        for kind, name in _NAMES_A_MODEL.items()
-        if isinstance(value, kind)
+        for settings_class, name in _NAMES_A_MODEL.items()
+        if isinstance(value, settings_class)
     }
-    return {place: path for place, path in found.items() if path is not None}
+    return {place: path for place, path in paths.items() if path is not None}
 
 
 class TrainingConfig(Protocol):

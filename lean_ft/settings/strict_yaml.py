@@ -7,6 +7,7 @@ three make a file misleading.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ class Plain(str):
 class _Dumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or 1.2 would read as another type, so that any YAML parser reads it back."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
@@ -55,13 +56,13 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 _Dumper.add_representer(Plain, _Dumper.represent_plain)
 
 
-def to_yaml(value: Any, flow: bool = False) -> str:
+def to_yaml(value: object, flow: bool = False) -> str:
     """Return a value as YAML with its order kept. With `flow`, write one line, such as `[0.9, 0.999]`."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Return a value as it is written on the command line. A list with one item is the item."""
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     return value if isinstance(value, str) else to_yaml(value, flow=True)
@@ -93,15 +94,15 @@ def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]
     """
     lines: dict[str, int] = {}
 
-    def refuse(mark: Any, reason: str) -> NoReturn:
+    def refuse(mark: yaml.Mark | None, reason: str) -> NoReturn:
         where = f"{path}, line {mark.line + 1}: " if path and mark else f"{path}: " if path else ""
         raise ValueError(where + reason)
 
-    def value(event: Any, place: str, depth: int) -> Any:
+    def value(event: yaml.Event, place: str, depth: int) -> Any:
         mark = event.start_mark
-        if isinstance(event, yaml.AliasEvent) or event.anchor:
+        if isinstance(event, yaml.AliasEvent) or (isinstance(event, yaml.NodeEvent) and event.anchor):
             refuse(mark, "anchors and aliases (& and *) are not supported. Write the value out.")
-        if event.tag:
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:
             refuse(mark, f"tags ({event.tag}) are not supported. Write the plain value.")
         if isinstance(event, yaml.ScalarEvent):
             return event.value if event.style else Plain(event.value)
@@ -124,19 +125,19 @@ def parse_yaml(text: str, path: Path | None = None) -> tuple[Any, dict[str, int]
             values[str(key)] = value(next(events), f"{place}{key}.", depth + 1)
         return values
 
-    events = yaml.parse(text, Loader=yaml.BaseLoader)
+    events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.BaseLoader)
     documents = (event for event in events if isinstance(event, yaml.DocumentStartEvent))
     try:
-        found = value(next(events), "", 0) if next(documents, None) else None
+        content = value(next(events), "", 0) if next(documents, None) else None
         if another := next(documents, None):
             refuse(another.start_mark, "not valid YAML: expected a single document.")
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
         refuse(getattr(error, "problem_mark", None), f"not valid YAML: {reason}.")
-    return found, lines
+    return content, lines
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """Return a description of a parsed value for messages: `a list`, `a mapping`, or the value."""
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"

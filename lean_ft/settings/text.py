@@ -30,6 +30,7 @@ from lean_ft.settings.describing import (
 from lean_ft.settings.hints import hint_for_name, hint_for_value
 from lean_ft.settings.other_tools import RECIPE
 from lean_ft.settings.strict_yaml import Plain, kind, parse_yaml, read_yaml_file, to_yaml
+from lean_ft.system.foreign_values import JSON
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -179,7 +180,7 @@ class _Reader:
         except ValueError as error:  # invalid YAML
             self.problems.append(f"{_at(override, self.given_by)}: {error}")
 
-    def _take(self, key: str, value: Any, where: Callable[[str], str]) -> None:
+    def _take(self, key: str, value: JSON, where: Callable[[str], str]) -> None:
         setting = self.settings.get(key)
         is_null = isinstance(value, Plain) and value.value() is None
         if setting is None:
@@ -201,7 +202,7 @@ class _Reader:
                 f"{self._meant(key, value)}"
             )
 
-    def _give(self, key: str, value: Any, where: str) -> None:
+    def _give(self, key: str, value: JSON, where: str) -> None:
         group, _, name = key.rpartition(".")
         self._inside(group)[name] = value
         self.given[key] = value, where
@@ -221,7 +222,7 @@ class _Reader:
         keys = (".".join(names[:count]) for count in range(len(names), 0, -1))
         return next((key for key in keys if key in self.settings), "")
 
-    def _meant(self, key: str, value: Any = "") -> str:
+    def _meant(self, key: str, value: JSON = "") -> str:
         """Return a hint for a key that is no setting."""
         if len(self.problems) >= MAX_PROBLEMS:  # the hint would not be shown, and a search takes milliseconds
             return ""
@@ -264,16 +265,16 @@ class _Reader:
         missing = []
         for key, detail in first_details.items():
             setting, reason = self.settings.get(key), detail.get("ctx", {}).get("error")
-            found, where = self.given.get(key, (setting and setting.default, ""))
+            current, where = self.given.get(key, (setting and setting.default, ""))
             place = _at(key, where)
             if setting and detail["type"] == "missing" and key not in self.given:
                 missing.append(setting)
             elif setting is None or setting.group or reason is not None:  # from a validator of the recipe or a group
                 self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
             else:
-                hint = hint_for_value(setting, found, self.settings)
+                hint = hint_for_value(setting, current, self.settings)
                 self.problems.append(
-                    f"{place}: expected {setting.type}, found {_shown(found)}.{hint}\n  {setting.description}"
+                    f"{place}: expected {setting.type}, found {_shown(current)}.{hint}\n  {setting.description}"
                 )
         return None, missing
 
@@ -292,7 +293,7 @@ def _takes_only_text(schema: Schema) -> bool:
     return {member.get("type") for member in alternatives(schema)} - {"array", "object", "null"} == {"string"}
 
 
-def _override_value(text: str, schema: Schema) -> Any:
+def _override_value(text: str, schema: Schema) -> JSON:
     """Return the value of an override. If only text fits, keep it as written, unless it is quoted or a [list]."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_container = text[:1] in ("[", "{") and alternative(schema, "array", "object")
@@ -315,7 +316,7 @@ def _items_of_list(schema: Schema) -> Schema | None:
     return array.get("items") if array and only and "prefixItems" not in array else None
 
 
-def _read(value: Any, schema: Schema) -> Any:
+def _read(value: JSON, schema: Schema) -> JSON:
     """Return the JSON value of a parsed value. Scalars stay text if only text fits `schema`. A single value for a list
     becomes a list with one item."""
     if isinstance(value, str | int | float) and _items_of_list(schema):
@@ -338,7 +339,7 @@ def _at(what: str, where: str) -> str:
     return f"{what} ({where})" if where else what
 
 
-def _shown(value: Any) -> str:
+def _shown(value: JSON) -> str:
     """Return a value for a message, truncated if long."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:76]} ..."

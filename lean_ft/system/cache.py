@@ -157,7 +157,7 @@ def read_entry(folder: Path, key: str) -> Entry | None:
     path = folder / key
     try:
         about = json.loads((path / ABOUT).read_bytes())
-        arrays = {name: _mapped(path / Path(name).name, **kind) for name, kind in about["arrays"].items()}
+        arrays = {name: _mapped(path / Path(name).name, **layout) for name, layout in about["arrays"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None  # missing, damaged or being deleted: made again
     with contextlib.suppress(OSError):  # owned by another user
@@ -266,9 +266,9 @@ def content_digest(file: Path, remembered: Path) -> str:
     identity = (before.st_dev, before.st_ino, before.st_size, before.st_mtime_ns, before.st_ctime_ns)
     note = remembered / hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
     with contextlib.suppress(OSError, ValueError):
-        known = note.read_text(encoding="ascii")
-        if len(known) == 32:
-            return known
+        noted = note.read_text(encoding="ascii")
+        if len(noted) == 32:
+            return noted
     read_at = time.time()
     digest = hashlib.blake2b(digest_size=16)
     with file.open("rb", buffering=0) as content:

@@ -99,17 +99,17 @@ def find_either(name_or_path: str) -> Path | Alias:
     return _find(name_or_path, either, what="recipe or preset", suffixes=(".py", ".yaml", ".yml"))
 
 
-def copy_to(found: Path | Alias, destination_name: str, force: bool = False) -> Path:
+def copy_to(original: Path | Alias, destination_name: str, force: bool = False) -> Path:
     """Copy a recipe or preset to a file or into a folder (an existing one, or a name that ends in `/`); return the
     copy's path.
 
     The copy of an alias has the alias's name, with its group turned on. Missing folders and a missing suffix are added.
     Raises ValueError if the file exists, unless `force`.
     """
-    source = found.file if isinstance(found, Alias) else found
+    source = original.file if isinstance(original, Alias) else original
     destination = Path(destination_name).expanduser()
     if destination.is_dir() or destination_name.endswith(("/", os.sep)):
-        destination = destination / (f"{found.name}.py" if isinstance(found, Alias) else source.name)
+        destination = destination / (f"{original.name}.py" if isinstance(original, Alias) else source.name)
     elif destination.suffix != source.suffix:
         destination = destination.with_name(destination.name + source.suffix)
     if destination.exists() and destination.samefile(source):
@@ -118,10 +118,10 @@ def copy_to(found: Path | Alias, destination_name: str, force: bool = False) -> 
         raise ValueError(f"{destination} exists; choose another name, or overwrite it with --force.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, destination)
-    if isinstance(found, Alias) and found.group is not None:
+    if isinstance(original, Alias) and original.group is not None:
         text = destination.read_text(encoding="utf-8")
-        on = re.sub(rf"^(    {found.group}: (\w+) \| None = )None.*$", r"\1\2()", text, count=1, flags=re.MULTILINE)
-        assert on != text, f"{source} has no line that turns {found.group} off"
+        on = re.sub(rf"^(    {original.group}: (\w+) \| None = )None.*$", r"\1\2()", text, count=1, flags=re.MULTILINE)
+        assert on != text, f"{source} has no line that turns {original.group} off"
         destination.write_text(on, encoding="utf-8")
     return destination
 
@@ -177,7 +177,7 @@ def load_recipe(recipe: Path | Alias) -> ModuleType:
         if recipe.group is None:
             return module
         group = module.Config.model_fields[recipe.group]
-        (settings,) = (kind for kind in get_args(group.annotation) if kind is not type(None))
+        (settings,) = (member for member in get_args(group.annotation) if member is not type(None))
         fields: dict[str, Any] = {recipe.group: (group.annotation, settings())}
         vars(module)["Config"] = create_model("Config", __base__=module.Config, __module__=module.__name__, **fields)
         return module

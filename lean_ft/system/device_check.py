@@ -68,13 +68,13 @@ def check_device(device: str) -> Iterator[Outcome]:
                 plain = (_FULL if settings["--config"] == _FULL["--config"] else _LORA) | {"model.dtype": "float32"}
                 same_batches = {name: settings[name] for name in _DECIDES_LOSSES if name in settings}
                 references[key] = _train(folder, plain | same_batches, "cpu")
-            found, reference = _train(folder, settings, device), references[key]
-            if isinstance(found, Outcome) or isinstance(reference, Outcome):
-                refused = found if isinstance(found, Outcome) else reference
+            losses, reference = _train(folder, settings, device), references[key]
+            if isinstance(losses, Outcome) or isinstance(reference, Outcome):
+                refused = losses if isinstance(losses, Outcome) else reference
                 assert isinstance(refused, Outcome)
                 yield refused._replace(technique=technique)
                 continue
-            worst = max(abs(ours / theirs - 1) for ours, theirs in zip(found, reference, strict=True))
+            worst = max(abs(ours / theirs - 1) for ours, theirs in zip(losses, reference, strict=True))
             why = f"{STEPS} steps, losses within {worst:.1%} of a CPU's in float32"
             yield Outcome(technique, "works" if worst <= _TOLERANCE else "FAILED", why)
 
@@ -82,9 +82,9 @@ def check_device(device: str) -> Iterator[Outcome]:
 def _train(folder: Path, settings: dict[str, str], device: str) -> list[float] | Outcome:
     """Return the losses of a short run, or the outcome if it failed."""
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    given = {**settings, **_ALWAYS, "device": device, "output_dir": str(run)}
-    preset = given.pop("--config")
-    arguments = ["run", "--config", preset, *(f"{k}={v}" for k, v in given.items())]
+    values = {**settings, **_ALWAYS, "device": device, "output_dir": str(run)}
+    preset = values.pop("--config")
+    arguments = ["run", "--config", preset, *(f"{k}={v}" for k, v in values.items())]
     command = [sys.executable, "-P", "-m", "lean_ft", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_SECONDS)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lean_ft.system.before_torch import CUDA_ALLOCATOR_VARIABLES, WAITING_VARIABLES
@@ -68,7 +69,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _gpus(torch: Any) -> list[str]:
+def _gpus(torch: ModuleType) -> list[str]:
     if not torch.cuda.is_available():
         return []
     gpus = []

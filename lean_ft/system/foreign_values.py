@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 MAX_DEPTH = 100  # containers in containers; JSON schemas and calls in use have fewer than 20
 MAX_VALUES = 1 << 25  # a line of a file may have a quarter of it, an array of rows one value in 8 bytes
@@ -23,12 +23,14 @@ MARKERS = re.compile("[\ufdd0-\ufdef]")
 _HALVES = re.compile("[\ud800-\udfff]")
 _SCALARS = frozenset((int, float, bool, type(None)))
 
+JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
+"""A value as JSON has it, which is what `plain` makes of others."""
 Unpack = Callable[[Any], Any]
 """Returns the value of an object of another type as JSON types. Raises TypeError if there is none."""
 
 
 def plain(
-    value: Any,
+    value: object,
     what: str,
     unpack: Unpack | None = None,
     *,
@@ -74,7 +76,7 @@ class _Problem(ValueError):
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
-        self.steps: list[Any] = []
+        self.steps: list[str | int] = []
 
 
 class _Walk:
@@ -87,13 +89,12 @@ class _Walk:
         self._repair = repair
         self._values, self._characters = MAX_VALUES, MAX_CHARACTERS
 
-    def copy(self, value: Any, depth: int) -> Any:
-        kind = type(value)
-        if kind is str:
+    def copy(self, value: object, depth: int) -> Any:
+        if type(value) is str:
             return self.text(value)
-        if kind in _SCALARS and not (kind is float and self._finite):
+        if type(value) in _SCALARS and not (type(value) is float and self._finite):
             return value
-        if kind is dict or kind is list:
+        if type(value) is dict or type(value) is list:
             return self._container(value, depth)
         return self._other(value, depth)
 
@@ -120,7 +121,7 @@ class _Walk:
             raise _Problem(f"is nested too deeply: more than {MAX_DEPTH} containers. Shorten it.")
         if self._values < 0:
             raise _Problem(f"has more than {MAX_VALUES:,} values. Shorten it.")
-        step: Any = None
+        step: str | int | None = None
         try:
             if isinstance(value, dict):
                 copies = {}
@@ -145,7 +146,7 @@ class _Walk:
                 problem.args = (f"has a name that {problem}",)
             raise
 
-    def _other(self, value: Any, depth: int) -> Any:
+    def _other(self, value: object, depth: int) -> Any:
         """Copy a value whose type is not exactly one of JSON's, because a template could call its methods."""
         if isinstance(value, self._leaves):
             return value
@@ -171,7 +172,7 @@ class _Walk:
         expected = "text, a number, a boolean, null, a list or an object"
         raise _Problem(f"is a {type(value).__name__}; expected {expected}.")
 
-    def _name(self, name: Any) -> str:
+    def _name(self, name: object) -> str:
         if isinstance(name, str):
             return self.text(str.__str__(name))
         if name is None or isinstance(name, int | float):

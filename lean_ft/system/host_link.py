@@ -265,7 +265,7 @@ class HostLink:
     def _finish(self) -> None:
         self._stream.synchronize()
 
-    def _wait(self, event: Any) -> None:
+    def _wait(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
 
 

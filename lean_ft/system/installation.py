@@ -19,7 +19,7 @@ def install_command(extra: str) -> str:
     if (folder := checkout()) is not None:
         return shlex.join([*_pip_install(), "-e", f"{folder}[{extra}]"])
     try:
-        required = [one.partition(";") for one in metadata.requires(DISTRIBUTION) or ()]
+        required = [requirement.partition(";") for requirement in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
         required = []
     named = [name.strip() for name, _, marker in required if re.search(rf"""extra == ['"]{extra}['"]""", marker)]
@@ -36,6 +36,6 @@ def _pip_install() -> list[str]:
     # Not `find_spec("pip")`, which turns off the distutils of setuptools, and torch.compile then fails.
     if not any(metadata.distributions(name="pip")):
         return ["uv", "pip", "install", "--python", sys.executable]
-    found = shutil.which("pip")
-    is_ours = found is not None and Path(found).parent == Path(sys.executable).parent
+    executable = shutil.which("pip")
+    is_ours = executable is not None and Path(executable).parent == Path(sys.executable).parent
     return ["pip", "install"] if is_ours else [sys.executable, "-m", "pip", "install"]

@@ -26,11 +26,11 @@ def matched_parameters(names: Collection[str], pattern: str, setting: str | None
         holders = accumulate(name.split("."), "{}.{}".format)  # model, model.layers, model.layers.0 ... and itself
         return any(matches_name(holder, pattern) for holder in holders)
 
-    found = set(filter(matches, names))
-    if setting and not found:
+    matched = set(filter(matches, names))
+    if setting and not matched:
         parts = {part for name in names for part in name.split(".") if not part.isdigit()}
         raise ValueError(
             f"{setting}: {pattern!r} matches no trained parameter.{did_you_mean(pattern, parts)} Expected the end of a "
             f"name, or one with wildcards such as model.layers.0.*, among {', '.join(sorted(parts))}."
         )
-    return found
+    return matched

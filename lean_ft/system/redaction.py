@@ -56,13 +56,13 @@ def redact_values(value: Any) -> Any:
 
     def redacted(value: Any) -> Any:
         if isinstance(value, dict):
-            found: dict[Any, Any] = {}
+            values: dict[Any, Any] = {}
             for name, inner in value.items():
                 shown = once = redacted(name) if isinstance(name, str) else name
-                while shown in found:  # two names may become equal
-                    shown = f"{once} ({len(found)})"
-                found[shown] = redacted(inner)
-            return found
+                while shown in values:  # two names may become equal
+                    shown = f"{once} ({len(values)})"
+                values[shown] = redacted(inner)
+            return values
         if isinstance(value, list | tuple):
             return [redacted(inner) for inner in value]
         return _without(value, secrets) if isinstance(value, str) else value
@@ -82,8 +82,8 @@ def _secrets() -> list[str]:
 def _without(text: str, secrets: list[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, "[token]")
-    for folder, given in _GIVEN.items():
-        text = _replaced_folder(text, folder, given)
+    for folder, shown in _GIVEN.items():
+        text = _replaced_folder(text, folder, shown)
     return shorten_home(_NAMED.sub(r"\1[token]", _SECRET.sub("[token]", text)))
 
 
@@ -108,8 +108,8 @@ def on_one_line(text: str) -> str:
     return _CONTROL_OR_BREAK.sub(_escape, text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return repr(found[0])[1:-1]
+def _escape(match: re.Match[str]) -> str:
+    return repr(match[0])[1:-1]
 
 
 def shorten_home(text: str) -> str:

@@ -306,9 +306,9 @@ def read_training_state(folder: Path) -> State:
     path = folder / TRAINING_STATE_FILE
     state = _read(path)
     expected = {"step": int, "total_steps": int, "recipe": str, "settings": dict, "data_fingerprint": str}
-    for name, kind in expected.items():
-        if type(state.get(name)) is not kind:
-            raise ValueError(f"{path} cannot be used: expected the field {name}, of type {kind.__name__}.")
+    for name, value_type in expected.items():
+        if type(state.get(name)) is not value_type:
+            raise ValueError(f"{path} cannot be used: expected the field {name}, of type {value_type.__name__}.")
     if not {"batches", "scaler"} <= state.keys() or type(state.get("bad_steps", 0)) is not int:
         raise ValueError(
             f"{path} cannot be used: it lacks the position in the data, the loss scale or the number of bad steps."
@@ -336,5 +336,5 @@ def from_checkpoint(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError, *kinds) as error:
-        found = "a value is missing, or has another type or size than the run writes"
-        raise ValueError(f"{folder / STATE_FOLDER} cannot be used: {found}. The checkpoint is damaged.") from error
+        problem = "a value is missing, or has another type or size than the run writes"
+        raise ValueError(f"{folder / STATE_FOLDER} cannot be used: {problem}. The checkpoint is damaged.") from error

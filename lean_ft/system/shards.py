@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lean_ft.torch_private import local_rows
 
@@ -72,7 +72,7 @@ class Ranks:
     def check_same(self, what: dict[str, Any]) -> None:
         """Raise ValueError on every rank, naming the difference, unless all give the same plain data."""
 
-    def gather_no_more(self, model: Any) -> None:
+    def gather_no_more(self, model: nn.Module) -> None:
         """Reshard all parameters of the model, including those that a pass without gradients left gathered."""
 
 

@@ -33,17 +33,17 @@ def outcome_of(
 
 def answer_a_call() -> None:
     """Read {function, arguments, characters, pipe}, and write [text, failed], all as JSON."""
-    asked = json.load(sys.stdin)
-    Thread(target=_end_with_the_run, args=(asked["pipe"],), daemon=True).start()
+    request = json.load(sys.stdin)
+    Thread(target=_end_with_the_run, args=(request["pipe"],), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))  # or the run would wait for that process too
     os.dup2(2, 1)  # what the tool prints is no result
     try:
-        function = load_function(asked["function"])
+        function = load_function(request["function"])
         caller = Caller(f"the tool {getattr(function, '__name__', 'function')}")
-        outcome = outcome_of(caller, function, asked["arguments"], asked["characters"])
+        outcome = outcome_of(caller, function, request["arguments"], request["characters"])
     except BaseException as error:  # of the file
-        outcome = error_text(error, asked["characters"]), True
+        outcome = error_text(error, request["characters"]), True
     json.dump(outcome, answers)
     answers.flush()
     os._exit(0)  # threads that the tool started do not delay the result

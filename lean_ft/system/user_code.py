@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import date, timedelta
@@ -34,12 +34,14 @@ from enum import Enum
 from fractions import Fraction
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from lean_ft.system.foreign_values import plain, valid_text
 from lean_ft.system.interrupts import Stopped
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
 _ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
 _HAVE_A_TEXT = (date, time_of_day, timedelta, Decimal, Fraction, UUID, PurePath)
 
@@ -104,16 +106,16 @@ class Caller:
     thread: CallThread | None = None
     """The thread in which all calls of an object run."""
 
-    def call(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    def call(self, function: Callable[P, Any], /, *arguments: P.args, **named: P.kwargs) -> Any:
         """Call a function, and wait for its result. Raises Failed, and TookTooLong."""
         (result,) = settle([self.begin(function, *arguments, **named)], [self.what], self.seconds)
         if isinstance(result, Failed):
             raise result from result.error
         return result
 
-    def begin(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    def begin(self, function: Callable[P, Any], /, *arguments: P.args, **named: P.kwargs) -> Any:
         """Call a function. Return its result, which may be awaitable, or a Failed."""
-        taken = [copied(one) for one in arguments], {name: copied(one) for name, one in named.items()}
+        taken = [copied(value) for value in arguments], {name: copied(value) for name, value in named.items()}
         started = _Started(self.what)
         if (self.thread is None and self.seconds is None) or inspect.iscoroutinefunction(function):
             return started.make(function, *taken)
@@ -146,22 +148,22 @@ def settle(
 
     async def together() -> list[Any]:
         with nullcontext() if around is None else around():
-            return await asyncio.gather(*(one.await_(value) for one, value in zip(started, results, strict=True)))
+            return await asyncio.gather(*(call.await_(value) for call, value in zip(started, results, strict=True)))
 
     try:
         return _loop.run(together(), seconds)
     except TookTooLong as late:
-        for one in started:
-            one.leave()
+        for call in started:
+            call.leave()
         return [late for _ in results]
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> Any:
     """Return a deep copy without shared parts, also if a list has the same row twice. Functions are not copied."""
     if type(value) is dict:
-        return {copied(name): copied(one) for name, one in value.items()}
+        return {copied(name): copied(inner) for name, inner in value.items()}
     if type(value) is list:
-        return list(value) if _ATOMS.issuperset(map(type, value)) else [copied(one) for one in value]
+        return list(value) if _ATOMS.issuperset(map(type, value)) else [copied(inner) for inner in value]
     return value if type(value) in _ATOMS or inspect.isroutine(value) else copy.deepcopy(value)
 
 
@@ -184,7 +186,7 @@ class _Started:
             self.leave()
             self._end_a_fork(0)
 
-    async def await_(self, value: Any) -> Any:
+    async def await_(self, value: object) -> Any:
         if not inspect.isawaitable(value):
             return value
         self._enter()
@@ -249,10 +251,10 @@ def _folder_now() -> str:
 
 
 def _serve(calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
-    while (one := calls.get()) is not None:
-        future, work = one
+    while (call := calls.get()) is not None:
+        future, work = call
         future.set_result(work())
-        del one, future, work
+        del call, future, work
 
 
 class _Loop:
@@ -261,7 +263,7 @@ class _Loop:
     def __init__(self) -> None:
         self._lock, self._loop = threading.Lock(), None
 
-    def run(self, coroutine: Any, seconds: float | None) -> Any:
+    def run(self, coroutine: Coroutine[Any, Any, Result], seconds: float | None) -> Result:
         """Raises TookTooLong. The coroutine itself raises nothing."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
         try:
@@ -316,7 +318,7 @@ def _warn(text: str) -> None:
 # Results ------------------------------------------------------------------------------------------------------------
 
 
-def as_text(value: Any, what: str, most_characters: int) -> str:
+def as_text(value: object, what: str, most_characters: int) -> str:
     """Return a result as valid text: a text as it is, any other value as JSON. Longer text is cut, with a note.
 
     what: the function's name in messages. Raises ValueError that names the function and the type for any other object.
@@ -327,7 +329,7 @@ def as_text(value: Any, what: str, most_characters: int) -> str:
     return cut(str.__str__(value), most_characters)  # of an enum too
 
 
-def as_json(value: Any, what: str, otherwise: Callable[[Any], str] | None = None) -> Any:
+def as_json(value: object, what: str, otherwise: Callable[[Any], str] | None = None) -> Any:
     """Return a copy of a result as JSON types with valid text. Numbers that are not finite become texts.
 
     Sets become sorted lists; arrays, dataclasses, enums and models of pydantic become their values; dates, paths,
@@ -335,7 +337,7 @@ def as_json(value: Any, what: str, otherwise: Callable[[Any], str] | None = None
     `as_text`.
     """
 
-    def unpack(item: Any) -> Any:
+    def unpack(item: object) -> Any:
         with suppress(Exception):
             return _unpacked(item)
         if otherwise is not None:
@@ -365,9 +367,9 @@ def _unpacked(value: Any) -> Any:
     return value.model_dump() if hasattr(value, "model_dump") else value.tolist()
 
 
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+def _type_name(value: object) -> str:
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def error_text(error: BaseException, most_characters: int) -> str:
@@ -423,7 +425,9 @@ def _close_down_to(number: int) -> None:
 def close_objects(objects: Sequence[tuple[Any, CallThread]], what: str, seconds: float) -> None:
     """Call `close` of the objects that have it, each in its thread, for `seconds` in all. Errors are warnings."""
     limit = time.monotonic() + seconds
-    closed = [(one.close, thread, _Started(what)) for one, thread in objects if callable(getattr(one, "close", None))]
+    closed = [
+        (item.close, thread, _Started(what)) for item, thread in objects if callable(getattr(item, "close", None))
+    ]
     futures = [thread.submit(partial(started.make, close, (), {})) for close, thread, started in closed]
     problems = dict[str, None]()
     for future, (_, _, started) in zip(futures, closed, strict=True):

@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,8 +21,9 @@ from itertools import count
 from pathlib import Path
 from symtable import symtable
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.world import world
 
@@ -50,12 +51,13 @@ class OwnRow:
     row: Any = None
 
 
+Returned = TypeVar("Returned")
 OWN_FAMILIES: dict[str, OwnRow] = {}
 """By NAME."""
 _HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
 
 
-def as_setting(value: Any) -> Any:
+def as_setting(value: object) -> object:
     """Return the text that stands for a function, a callable object or a class in settings. Return other values
     unchanged.
 
@@ -63,17 +65,17 @@ def as_setting(value: Any) -> Any:
     cannot be called.
     """
     if isinstance(value, type):
-        kind = value.__name__
+        name = value.__name__
         try:
             value = value()
         except TypeError as error:
-            raise ValueError(f"{kind} is a class that needs arguments ({error}). Pass an object of it.") from None
+            raise ValueError(f"{name} is a class that needs arguments ({error}). Pass an object of it.") from None
         if not callable(value):
-            raise ValueError(f"{kind} is a class whose objects cannot be called. Pass a function, or add __call__.")
+            raise ValueError(f"{name} is a class whose objects cannot be called. Pass a function, or add __call__.")
     return as_factory(value) if callable(value) else value
 
 
-def as_factory(value: Any) -> Any:
+def as_factory(value: object) -> str | None:
     """Return the text for a class or a function that makes objects in settings. Return text and None unchanged.
 
     Raises ValueError for an object: each completion needs its own.
@@ -81,8 +83,8 @@ def as_factory(value: Any) -> Any:
     if not callable(value):
         if value is None or isinstance(value, str):
             return value
-        kind = type(value).__name__
-        raise ValueError(f"expected a class, or a function that makes objects, found a {kind}. Pass the class.")
+        found_type = type(value).__name__
+        raise ValueError(f"expected a class, or a function that makes objects, found a {found_type}. Pass the class.")
     owner = value
     while isinstance(owner, partial):
         owner = owner.func
@@ -96,23 +98,22 @@ def as_factory(value: Any) -> Any:
     passed = Passed(value, source, code.co_filename if code else owner.__name__)
     name = re.sub(r"\W+", "_", owner.__name__).strip("_")
     start = f"functions/{name}-{blake2b((source or '').encode(), digest_size=4).hexdigest()}"
-    for number in count(1):  # objects of a class and lambdas of a line have the same source
-        text = f"{start}-{number}.py:{name}" if number > 1 else f"{start}.py:{name}"
-        if PASSED.setdefault(text, passed).function is value:
-            return text
+    texts = (f"{start}-{number}.py:{name}" if number > 1 else f"{start}.py:{name}" for number in count(1))
+    # Objects of a class and lambdas of a line have the same source.
+    return next(text for text in texts if PASSED.setdefault(text, passed).function is value)
 
 
-def without_hashes(value: Any) -> Any:
+def without_hashes(value: JSON) -> Any:
     """A setting's JSON value without the hashes of functions that were passed from Python."""
     return json.loads(_HASH.sub(r"\1", json.dumps(value)))
 
 
-def is_function_path(value: Any) -> TypeGuard[str]:
+def is_function_path(value: object) -> TypeGuard[str]:
     """Whether a setting's value has the form FILE.py:FUNCTION."""
     return isinstance(value, str) and value.rpartition(":")[0].endswith(".py")
 
 
-def check_function(value: str, kind: str = "function") -> str:
+def check_function(value: str, sort: str = "function") -> str:
     """Return `value`. Raises ValueError if it is FILE.py:FUNCTION without such a function; does not run the file."""
     if is_function_path(value) and value not in PASSED:
         file, name = _file_and_name(value)
@@ -121,9 +122,13 @@ def check_function(value: str, kind: str = "function") -> str:
             symbols = symtable(source, str(file), "exec").get_symbols()
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"{file} cannot be run: {type(error).__name__}: {error}") from None
-        if "import *" not in source and not any(one.get_name() == name and one.is_local() for one in symbols):
-            named = [one.get_name() for one in symbols if one.is_namespace() or (kind == "row" and one.is_assigned())]
-            raise ValueError(_lacks(file, name, named, kind))
+        if "import *" not in source and not any(symbol.get_name() == name and symbol.is_local() for symbol in symbols):
+            named = [
+                symbol.get_name()
+                for symbol in symbols
+                if symbol.is_namespace() or (sort == "row" and symbol.is_assigned())
+            ]
+            raise ValueError(_lacks(file, name, named, sort))
     return value
 
 
@@ -145,12 +150,12 @@ def _load_function(value: str) -> Callable[..., Any]:
     if value in PASSED:
         return PASSED[value].function
     file, name = _file_and_name(value)
-    found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
-    if not callable(found.get(name)):
+    variables = vars(_load(file.resolve(), file.stat().st_mtime_ns))
+    if not callable(variables.get(name)):
         raise ValueError(
-            _lacks(file, name, [other for other, value in found.items() if type(value) is type(is_function_path)])
+            _lacks(file, name, [other for other, value in variables.items() if type(value) is type(is_function_path)])
         )
-    return found[name]
+    return variables[name]
 
 
 def use_family(value: str | None, by_option: bool = False) -> str | None:
@@ -169,10 +174,10 @@ def use_family(value: str | None, by_option: bool = False) -> str | None:
 def load_value(value: str) -> Any:
     """Return the variable FILE.py:NAME, also in a plan. Raises ValueError as `load_function` does."""
     file, name = _file_and_name(value)
-    found = vars(_load(file.resolve(), file.stat().st_mtime_ns))
-    if name not in found:  # deleted by the file itself, or not part of its `import *`
+    variables = vars(_load(file.resolve(), file.stat().st_mtime_ns))
+    if name not in variables:  # deleted by the file itself, or not part of its `import *`
         raise ValueError(_lacks(file, name, [], "row"))
-    return found[name]
+    return variables[name]
 
 
 @contextmanager
@@ -197,11 +202,12 @@ def file_digest(value: str) -> str:
     return blake2b(_file_and_name(value)[0].read_bytes(), digest_size=16).hexdigest()
 
 
-def check_shape(value: str, returned: Any, shape: Any) -> Any:
+def check_shape(value: str, returned: Returned, shape: Sequence[int]) -> Returned:
     """Return `returned`, the function's result. Raises ValueError unless it is a tensor of that shape."""
-    if tuple(getattr(returned, "shape", (None,))) != tuple(shape):
-        found = f"shape {list(returned.shape)}" if hasattr(returned, "shape") else f"a {type(returned).__name__}"
-        raise ValueError(f"{value} returned {found}; expected a tensor of shape {list(shape)}.")
+    returned_shape: Sequence[int] | None = getattr(returned, "shape", None)
+    if returned_shape is None or tuple(returned_shape) != tuple(shape):
+        what = f"a {type(returned).__name__}" if returned_shape is None else f"shape {list(returned_shape)}"
+        raise ValueError(f"{value} returned {what}; expected a tensor of shape {list(shape)}.")
     return returned
 
 
@@ -233,8 +239,8 @@ def _file_and_name(value: str) -> tuple[Path, str]:
     return file, name
 
 
-def _lacks(file: Path, name: str, functions: list[str], kind: str = "function") -> str:
-    return f"{file} has no {kind} {name}; it has {', '.join(functions) or 'none'}.{did_you_mean(name, functions)}"
+def _lacks(file: Path, name: str, functions: list[str], sort: str = "function") -> str:
+    return f"{file} has no {sort} {name}; it has {', '.join(functions) or 'none'}.{did_you_mean(name, functions)}"
 
 
 @cache

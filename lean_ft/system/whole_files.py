@@ -73,7 +73,7 @@ def read_json(path: Path, purpose: str | None = None) -> dict[str, Any]:
     return content
 
 
-def kind(value: Any) -> str:
+def kind(value: object) -> str:
     """Describe the type of a JSON value: `null`, `a number`."""
     names = {type(None): "null", bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value)) or ("a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
@@ -143,6 +143,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _beside(path: Path, ending: str) -> Path:
     # Thread ids are unique on the machine; the id of a process's first thread is the process id.
-    return path.with_name(f".{path.name}.{kind}-{threading.get_native_id()}")
+    return path.with_name(f".{path.name}.{ending}-{threading.get_native_id()}")

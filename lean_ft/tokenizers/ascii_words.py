@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as HFTokenizer
 
 from lean_ft.gguf.splitting import GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN
+from lean_ft.system.foreign_values import JSON
 from lean_ft.tokenizers.vocabulary import Encoding, any_of
 
 MAX_WORDS = 2**17  # in the dictionary, which is emptied when it is full
@@ -89,7 +90,7 @@ class AsciiWords:
         return ids
 
 
-def _word_pattern(pre_tokenizer: Any) -> re.Pattern[str] | None:
+def _word_pattern(pre_tokenizer: JSON) -> re.Pattern[str] | None:
     """Return the pattern by which a pre-tokenizer splits ASCII text, or None if it is not one of `PATTERNS`."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -125,13 +125,17 @@ def variables_of(source: str) -> frozenset[str]:
     """
     environment = _environment()
     tree = environment.parse(source)
-    asked = (
-        one for one in tree.find_all((nodes.Test, nodes.Filter)) if one.name in ("defined", "undefined", "default", "d")
+    tests = (
+        node
+        for node in tree.find_all((nodes.Test, nodes.Filter))
+        if node.name in ("defined", "undefined", "default", "d")
     )
-    optional = {one.node.name for one in asked if isinstance(one.node, nodes.Name)}
+    optional = {node.node.name for node in tests if isinstance(node.node, nodes.Name)}
     names = [*tree.find_all(nodes.Name)]
-    own = {one.name for one in names if one.ctx == "param" or (one.ctx == "store" and one.name not in optional)}
-    return frozenset(meta.find_undeclared_variables(tree) - own - _GIVEN.union(environment.globals))
+    set_names = {
+        node.name for node in names if node.ctx == "param" or (node.ctx == "store" and node.name not in optional)
+    }
+    return frozenset(meta.find_undeclared_variables(tree) - set_names - _GIVEN.union(environment.globals))
 
 
 def with_defaults(source: str, variables: Mapping[str, Any]) -> str:
@@ -146,7 +150,7 @@ def with_defaults(source: str, variables: Mapping[str, Any]) -> str:
     return source if source.startswith(lines) else lines + source
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     """A JSON value as Jinja writes it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(str(key))}: {_literal(inner)}" for key, inner in value.items()) + "}"
@@ -181,9 +185,9 @@ def generation_blocks(marked: str) -> list[tuple[int | None, Span]]:
     for match in re.finditer("(\ufdd0)([\ufde0-\ufdea]*)|\ufdd1", marked):
         depth += 1 if match.group(1) else -1
         if match.group(1) and depth == 1:
-            found, start = match.group(2).translate(NUMBER), match.end()
-            continues = not found and blocks and match.start() == blocks[-1][1][1] + 1
-            turn = int(found) if found.isdecimal() else blocks[-1][0] if continues else None
+            number, start = match.group(2).translate(NUMBER), match.end()
+            continues = not number and blocks and match.start() == blocks[-1][1][1] + 1
+            turn = int(number) if number.isdecimal() else blocks[-1][0] if continues else None
         elif depth == 0:
             blocks.append((turn, (start, match.start())))
     return blocks
@@ -200,7 +204,7 @@ class _GenerationTag(Extension):
         mark = self.call_method("_mark", [nodes.DerivedContextReference()])
         return nodes.CallBlock(mark, [], [], body).set_lineno(line)
 
-    def _mark(self, context: Context, caller: Any) -> str:
+    def _mark(self, context: Context, caller: Callable[[], str]) -> str:
         variables = context.get_all()
         turns = {variables[_ASSISTANT].get(id(value)) for value in variables.values()} - {None}
         return GENERATION_START + ",".join(map(str, turns)).translate(TURN) + caller() + GENERATION_END
@@ -220,7 +224,7 @@ def _environment() -> BoundedEnvironment:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

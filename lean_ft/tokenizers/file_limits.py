@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from lean_ft.system.foreign_values import JSON
+
 MAX_ID = 2**24  # the library allocates tables up to the largest id
 MAX_TOKENS, MAX_ADDED, MAX_MERGES = 2**20, 2**16, 2**20
 MAX_TOKEN_CHARACTERS, MAX_CHARACTERS = 2**15, 2**23  # of one token, and of all tokens or merges
@@ -21,8 +23,8 @@ _PIECE = re.compile(r"\\[pP]\{\w+\}|\\.|\(\?[a-z<=!:>]*|\{\d+\}|.", re.DOTALL)
 
 def check_limits(spec: dict[str, Any]) -> None:
     """Raise ValueError for a tokenizer.json that needs unbounded time or memory."""
-    found = spec.get("model")
-    model: dict[str, Any] = found if isinstance(found, dict) else {}
+    model_part = spec.get("model")
+    model: dict[str, Any] = model_part if isinstance(model_part, dict) else {}
     vocabulary, added, merges = model.get("vocab") or {}, spec.get("added_tokens") or [], model.get("merges") or []
     _at_most("tokens", len(vocabulary), MAX_TOKENS)
     _at_most("added tokens", len(added), MAX_ADDED)
@@ -46,7 +48,7 @@ def check_limits(spec: dict[str, Any]) -> None:
         _at_most("values outside its model", num_parts, MAX_PARTS)
         if isinstance(part, dict):
             growth *= _growth(part)
-            expression = part.get("pattern", {}).get("Regex") if isinstance(part.get("pattern"), dict) else None
+            expression = pattern.get("Regex") if isinstance(pattern := part.get("pattern"), dict) else None
             if isinstance(expression, str) and may_backtrack(expression):
                 raise ValueError(
                     f"the expression {expression[:100]!r} repeats a group that has repetitions or alternatives"
@@ -54,12 +56,12 @@ def check_limits(spec: dict[str, Any]) -> None:
     _at_most("times the length of a text after normalization, splitting or decoding", growth, MAX_GROWTH)
 
 
-def _at_most(what: str, found: float, most: int) -> None:
-    if found > most:
-        raise ValueError(f"it has {f'{found:,.0f}'[:30]} {what}; expected at most {most:,}")
+def _at_most(what: str, number: float, most: int) -> None:
+    if number > most:
+        raise ValueError(f"it has {f'{number:,.0f}'[:30]} {what}; expected at most {most:,}")
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: JSON) -> Iterator[JSON]:
     """Yield every value inside a JSON value."""
     remaining = [value]
     while remaining:
@@ -69,16 +71,16 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _growth(part: dict[str, Any]) -> float:
     """Return how many characters a step can make of one character."""
-    kind, content = part.get("type"), part.get("content")
-    if kind == "Replace" and isinstance(content, str):
+    step, content = part.get("type"), part.get("content")
+    if step == "Replace" and isinstance(content, str):
         replaced = part.get("pattern")
         literal = replaced.get("String") if isinstance(replaced, dict) else None
         return max(1.0, len(content) / max(1, len(literal) if isinstance(literal, str) else 1))
-    if kind == "Prepend":
+    if step == "Prepend":
         return 1.0 + len(str(part.get("prepend")))
-    if kind == "ByteLevel":
+    if step == "ByteLevel":
         return 2.0
-    if kind == "Precompiled":  # length of a table, the table, then zero-terminated replacements
+    if step == "Precompiled":  # length of a table, the table, then zero-terminated replacements
         blob = base64.b64decode(part.get("precompiled_charsmap") or "")
         return float(max(map(len, blob[4 + int.from_bytes(blob[:4], "little") :].split(b"\0")), default=1) or 1)
     return 1.0

@@ -16,17 +16,17 @@ arrive.
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lean_ft.system.foreign_values import MARKERS
+from lean_ft.system.foreign_values import JSON, MARKERS
 from lean_ft.tokenizers.chat_template import REASONING, ChatTemplate
 from lean_ft.tokenizers.turns import ANCHOR_PLACES, ANCHORS, anchored
 
 Messages = list[dict[str, Any]]
 MOST_SHAPES = 4096
-_PROBE = {"probe": 0}
+_PROBE: dict[str, JSON] = {"probe": 0}
 _PROBE_TEXT = json.dumps(_PROBE)
 # In an assistant's content, the answer follows the last of these. Templates treat the text before it as reasoning.
 _ENDS_OF_REASONING = (
@@ -85,22 +85,22 @@ class Forms:
         rendering = _Rendering(self.template, tools, prompt, variables)
         shape = tuple(map(_shape, messages)), tools is None, prompt, repr(variables)
         problems = list[ValueError]()
-        if (known := self._known.get(shape)) is not None:
+        if (remembered := self._known.get(shape)) is not None:
             try:
-                return rendering.whole(messages, known, is_known=True)
+                return rendering.whole(messages, remembered, is_known=True)
             except ValueError as error:  # a text of this chat made a difference
                 problems.append(error)
         for form in _forms(messages):
             try:
                 form = form._replace(arguments=rendering.arguments(_changed(messages, form)))
-                found = rendering.whole(messages, form, is_known=False)
+                chat = rendering.whole(messages, form, is_known=False)
             except ValueError as error:
                 problems.append(error)
                 continue
             if len(self._known) >= MOST_SHAPES:
                 self._known.clear()
             self._known[shape] = form
-            return found
+            return chat
         raise problems[0]
 
 
@@ -124,8 +124,8 @@ class _Rendering:
         written = MARKERS.sub("", rendered)
         texts = list(texts_of(changed))
         absent = set() if is_known else self._absent(changed, written)
-        missing = [one for one in texts if one[:2] in absent or not _is_in(one.text, written)]
-        lost = [one for one in missing if one.part != "reasoning"]
+        missing = [item for item in texts if item[:2] in absent or not _is_in(item.text, written)]
+        lost = [item for item in missing if item.part != "reasoning"]
         if lost:
             number, part, text = lost[0]
             which = "" if part == "content" else f"a {part} of "
@@ -133,7 +133,7 @@ class _Rendering:
                 f"the chat template does not write {which}message {number + 1} ({messages[number]['role']}): "
                 f"{text.strip()!r:.80}. Remove it, or set data.chat_template to a template that writes it."
             )
-        notes = [f"messages.{_name_of_reasoning(changed[one.message])}" for one in missing]
+        notes = [f"messages.{_name_of_reasoning(changed[item.message])}" for item in missing]
         notes += _unwritten_tools(self.tools, written)
         return WholeChat(changed, rendered, tuple(dict.fromkeys(notes)), form.roles == "system")
 
@@ -169,7 +169,7 @@ class _Rendering:
             return "objects"
         return "texts" if dict in kinds and not takes_objects and takes_texts else "given"
 
-    def _probed(self, messages: Messages, arguments: Any) -> str | None:
+    def _probed(self, messages: Messages, arguments: JSON) -> str | None:
         try:
             return self.text(_with_calls(messages, lambda call: {**call, "arguments": arguments}))
         except ValueError:
@@ -199,12 +199,12 @@ def _split(content: str) -> tuple[str, str]:
     return _STARTS_OF_REASONING.sub("", content[:end]), content[end + len(tag) :]
 
 
-def _texts_of_parts(content: Any) -> list[str]:
+def _texts_of_parts(content: JSON) -> list[str]:
     parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return [text for part in parts if isinstance(part, dict) and isinstance(text := part.get("text"), str)]
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: JSON) -> Iterator[str]:
     """Yield all texts in a value, names included."""
     if isinstance(value, str):
         yield value
@@ -230,23 +230,23 @@ def _is_in(text: str, written: str) -> bool:
 def _unwritten_tools(tools: list[dict[str, Any]] | None, written: str) -> Iterator[str]:
     """Yield a note for tools of which the template writes nothing, or not all names and descriptions."""
     functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
-    functions = [one for one in functions if isinstance(one, dict)]
-    if any(not _is_in(str(one.get("name", "")), written) for one in functions):
+    functions = [function for function in functions if isinstance(function, dict)]
+    if any(not _is_in(str(function.get("name", "")), written) for function in functions):
         yield "tools"
-    elif any(not _is_in(text, written) for one in functions for text in _words_of(one)):
+    elif any(not _is_in(text, written) for function in functions for text in _words_of(function)):
         yield "parts of tools"
 
 
-def _words_of(schema: Any) -> Iterator[str]:
+def _words_of(schema: JSON) -> Iterator[str]:
     """Yield the names of parameters and the descriptions in a JSON schema."""
     if isinstance(schema, list):
-        for one in schema:
-            yield from _words_of(one)
+        for inner in schema:
+            yield from _words_of(inner)
     if isinstance(schema, dict):
         properties = schema.get("properties")
         yield from properties if isinstance(properties, dict) else ()
-        if isinstance(schema.get("description"), str):
-            yield schema["description"]
+        if isinstance(description := schema.get("description"), str):
+            yield description
         for inner in schema.values():
             yield from _words_of(inner)
 
@@ -307,15 +307,15 @@ def _functions(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [function for _, function in _calls(message)]
 
 
-def _with_calls(messages: Messages, change: Any, nested: bool = False) -> Messages:
+def _with_calls(messages: Messages, change: Callable[[dict[str, Any]], JSON], nested: bool = False) -> Messages:
     """Apply `change` to the object with the name and the arguments of every call. nested: which becomes its
     `function`."""
 
-    def changed(call: Any) -> Any:
+    def changed(call: JSON) -> JSON:
         if not isinstance(call, dict):
             return call
-        if isinstance(call.get("function"), dict):
-            return {**call, "function": change(call["function"])}
+        if isinstance(function := call.get("function"), dict):
+            return {**call, "function": change(function)}
         return {"type": "function", "function": change(call)} if nested else change(call)
 
     return [
@@ -324,12 +324,12 @@ def _with_calls(messages: Messages, change: Any, nested: bool = False) -> Messag
     ]
 
 
-def _parsed(arguments: Any) -> Any:
+def _parsed(arguments: JSON) -> JSON:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments  # the template decides
 
 
-def _json(arguments: Any) -> Any:
+def _json(arguments: JSON) -> JSON:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict | list) else arguments

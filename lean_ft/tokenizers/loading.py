@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import planned_model_path, resolve_model_path
 from lean_ft.settings import ModelConfig
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.whole_files import read_json, read_text
 from lean_ft.system.world import world
 from lean_ft.tokenizers.file_limits import MAX_ADDED
@@ -83,8 +84,8 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 def _add_new_tokens(folder: Path, new: list[str]) -> Path:
     old = _load_tokenizer(folder, None)
     for i, token in enumerate(new):
-        known = f"has the id {old.token_id(token)} in {folder}" if old.token_id(token) is not None else None
-        problem = "is empty" if not token else "is given twice" if token in new[:i] else known
+        existing = f"has the id {old.token_id(token)} in {folder}" if old.token_id(token) is not None else None
+        problem = "is empty" if not token else "is given twice" if token in new[:i] else existing
         if problem is not None:
             raise ValueError(f"model.new_tokens: {token!r} {problem}. Remove it.")
     return copy_with_new_tokens(folder, old.files, new, old.vocab_size, old.added_tokens, old.control_tokens)
@@ -186,7 +187,7 @@ def _sentencepiece_model(
     )
 
 
-def _content(token: Any) -> str:
+def _content(token: JSON) -> str:
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise ValueError(f"tokenizer_config.json or a file next to it names the token {token!r:.100}; expected a text.")
@@ -212,10 +213,10 @@ def _added_tokens(
             for token, token_id in legacy_added.items()
         }
     tokens: list[tuple[int | None, AddedToken]] = [(token_id, declared[token_id]) for token_id in sorted(declared)]
-    known = {token.content for token in declared.values()}
+    contents = {token.content for token in declared.values()}
     for content in special:
-        if content not in known:
-            known.add(content)
+        if content not in contents:
+            contents.add(content)
             in_full = (config[key] for key in NAMED_TOKENS if isinstance(config.get(key), dict))
             full = next((token for token in in_full if token.get("content") == content), content)
             tokens.append((None, _token(full, special=True)))

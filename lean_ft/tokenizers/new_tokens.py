@@ -21,13 +21,13 @@ def copy_with_new_tokens(
     files: Sequence[Path],
     new: Sequence[str],
     first_id: int,
-    known: dict[str, int],
+    ids: dict[str, int],
     special: frozenset[str],
 ) -> Path:
     """Return a temporary folder with the tokenizer `files` of `folder` and the tokens `new`, whose ids begin at
     `first_id`.
 
-    `known` maps the tokenizer's added tokens to their ids; those in `special` are control tokens. The folder is deleted
+    `ids` maps the tokenizer's added tokens to their ids; those in `special` are control tokens. The folder is deleted
     when the process ends. Raises ValueError for a tokenizer without tokenizer.json.
     """
     if not (folder / "tokenizer.json").is_file():
@@ -46,7 +46,7 @@ def copy_with_new_tokens(
     spec: dict[str, Any] = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))
     present = {entry["content"] for entry in spec["added_tokens"]}
     # Tokens that only tokenizer_config.json declares come first, since their ids precede the new ones.
-    added = {token: number for token, number in known.items() if token not in present}
+    added = {token: number for token, number in ids.items() if token not in present}
     added |= {token: first_id + i for i, token in enumerate(new)}
     spec["added_tokens"] += [
         {"id": number, "content": token, **flags, "special": token in special} for token, number in added.items()

@@ -37,10 +37,10 @@ class SentencePieceModel(AddedTokensFirst):
         """add_prefix_space: whether the start of a text gets the word-start mark; None: as the model says."""
         model = read_bounded(path)
         try:
-            own = SentencePieceProcessor(model_proto=model)
+            as_stored = SentencePieceProcessor(model_proto=model)
             inside = SentencePieceProcessor(model_proto=model + WITHOUT_WORD_START)
-            self._processor: Any = inside if add_prefix_space is False else own
-            self._inside: Any = self._processor if legacy else inside
+            self._processor = inside if add_prefix_space is False else as_stored
+            self._inside = self._processor if legacy else inside
             self._marks_words = self._processor.encode("a", out_type=str)[0].startswith(WORD_START)
         except Exception as error:  # RuntimeError in some versions of the library, ValueError in others
             raise ValueError(f"{path}: not a SentencePiece model: {error}") from None
@@ -60,8 +60,8 @@ class SentencePieceModel(AddedTokensFirst):
         for declared_id, token in added_tokens:
             content = token.content
             if content not in self.added:
-                known = self._piece_id(content)
-                self.added[content] = known if known is not None else next_id
+                piece_id = self._piece_id(content)
+                self.added[content] = piece_id if piece_id is not None else next_id
                 next_id = max(next_id, self.added[content] + 1)
             if declared_id is not None and self.added[content] != declared_id:
                 raise ValueError(

@@ -13,13 +13,15 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, KeysView, ValuesView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence, ValuesView
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import jinja2
 import jinja2.utils
 from jinja2 import nodes, pass_context
+from jinja2.ext import Extension
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -47,6 +49,9 @@ FORBIDDEN = {
 WIDE_FORMAT = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\*|\d{4})|\{[^{}]*:[^{}]*(\{|\d{4})")
 
 
+Value = TypeVar("Value")
+
+
 class TemplateLimitError(jinja2.TemplateError):
     """A template exceeds a limit."""
 
@@ -54,14 +59,14 @@ class TemplateLimitError(jinja2.TemplateError):
 class Budget:
     """The remaining allowance of one rendering of `inputs`."""
 
-    def __init__(self, *inputs: Any):
+    def __init__(self, *inputs: object):
         self._largest: float = math.inf
-        given = self.weigh(inputs)
-        self._largest, self._left = MAX_VALUE + PER_INPUT * given, MAX_TOTAL + PER_INPUT * given
+        weight = self.weigh(inputs)
+        self._largest, self._left = MAX_VALUE + PER_INPUT * weight, MAX_TOTAL + PER_INPUT * weight
         self._deadline = time.thread_time() + MAX_SECONDS
         self._steps = 0
 
-    def weigh(self, value: Any) -> int:
+    def weigh(self, value: object) -> int:
         """Return the weight of a value. Raises TemplateLimitError if it is over the limit."""
         weight, rest = 0, [value]
         while rest and weight <= self._largest:
@@ -84,30 +89,30 @@ class Budget:
             raise TemplateLimitError(f"it makes a value of more than {self._largest:,} characters")
         return weight
 
-    def check(self, name: str, given: list[Any]) -> list[Any]:
-        """Raise TemplateLimitError if the result of `name` on `given[0]` with the other arguments may be over the
-        limit.
+    def check(self, name: str, values: list[Any]) -> list[Any]:
+        """Raise TemplateLimitError if the result of `name` on `values[0]` with the other values as its arguments may be
+        over the limit.
 
-        Returns `given` with iterators turned into lists, since an iterator cannot be weighed.
+        Returns the values with iterators turned into lists, since an iterator cannot be weighed.
         """
         if name in FORBIDDEN:
             raise TemplateLimitError(f"it calls {name}, which is not allowed in chat templates")
         if name in MAKE_LITTLE:
-            return given
-        given = [list(value) if isinstance(value, Iterator | KeysView | ValuesView) else value for value in given]
-        times = 1 + sum(abs(value) if isinstance(value, int) else self.weigh(value) for value in given[1:])
+            return values
+        values = [list(value) if isinstance(value, Iterator | KeysView | ValuesView) else value for value in values]
+        times = 1 + sum(abs(value) if isinstance(value, int) else self.weigh(value) for value in values[1:])
         if name == "replace":
-            text, old, new = [*map(str, given), "", ""][:3]
+            text, old, new = [*map(str, values), "", ""][:3]
             self.allow(len(text) + text.count(old) * len(new))
         elif name in ("%", "format", "format_map"):
-            if WIDE_FORMAT.search(text := str(given[0])):
+            if WIDE_FORMAT.search(text := str(values[0])):
                 raise TemplateLimitError("it formats to a width of thousands of characters, or a computed width")
             self.allow(len(text) + (text.count("%") + text.count("{")) * (999 + times))
         else:
-            self.allow(self.weigh(given[0]) * times)
-        return given
+            self.allow(self.weigh(values[0]) * times)
+        return values
 
-    def count(self, value: Any) -> Any:
+    def count(self, value: Value) -> Value:
         """Count an operation and its result, and return the result."""
         if type(value) is str:
             new = self.allow(len(value))
@@ -136,12 +141,20 @@ ACTIVE: ContextVar[Budget] = ContextVar("template_budget")
 """The budget of the current rendering."""
 
 
+class _Options(TypedDict):
+    """Options of Jinja's environment."""
+
+    trim_blocks: bool
+    lstrip_blocks: bool
+    extensions: Sequence[type[Extension]]
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which every result counts against the active `Budget`."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
-    def __init__(self, filters: dict[str, Callable[..., Any]], **options: Any):
+    def __init__(self, filters: dict[str, Callable[..., Any]], **options: Unpack[_Options]):
         super().__init__(finalize=_finalize, optimized=False, **options)  # compute nothing while compiling
         self.filters = {name: _limited(name, function) for name, function in {**self.filters, **filters}.items()}
         self.filters["(count)"] = _count
@@ -162,10 +175,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         except ValueError as error:  # constants that are computed here, such as a number with too many digits
             raise TemplateLimitError(str(error)) from None
 
-    def concat(self, pieces: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def concat(self, pieces: Iterable[str]) -> str:
         return ACTIVE.get().gather(pieces)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> Any:
         budget = ACTIVE.get()
         if operator != "+":
             are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
@@ -173,23 +186,23 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 budget.check(operator, [right, left] if isinstance(left, int) and not are_numbers else [left, right])
         return budget.count(self.binop_table[operator](left, right))
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Context, __obj: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         budget, owner = ACTIVE.get(), getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        given = [
+        passed = [
             *args,
             *(kwargs[name] for name in kwargs if name not in ("_loop_vars", "_block_vars")),
         ]  # not Jinja's own
         if isinstance(owner, str | bytes | int | list | tuple | dict | type):  # Jinja wraps str.format
-            args = tuple(budget.check(__obj.__name__, [owner, *given])[1 : len(args) + 1])
+            args = tuple(budget.check(__obj.__name__, [owner, *passed])[1 : len(args) + 1])
         else:
-            budget.weigh(given)  # a macro gets them as a tuple
+            budget.weigh(passed)  # a macro gets them as a tuple
         return budget.count(super().call(__context, __obj, *args, **kwargs))
 
 
 class _Counting(NodeTransformer):
     """Adds counting to the parts of a template that Jinja compiles to plain Python."""
 
-    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+    def generic_visit(self, node: nodes.Node, *args: object, **kwargs: object) -> nodes.Node:
         node = super().generic_visit(node, *args, **kwargs)
         if isinstance(node, nodes.For):
             # In the body, not around the iterable, since `loop(...)` of a recursive loop begins another loop.
@@ -203,7 +216,7 @@ class _Counting(NodeTransformer):
         return _filter("(count)", node) if makes else node
 
 
-def _filter(name: str, node: Any) -> nodes.Filter:
+def _filter(name: str, node: nodes.Node) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -212,21 +225,21 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     first = int(hasattr(function, "jinja_pass_arg"))  # the context or environment precedes the value
 
     @functools.wraps(function)
-    def limited(*given: Any, **named: Any) -> Any:
+    def limited(*values: object, **named: object) -> Any:
         budget = ACTIVE.get()
         by_name = [named[key] for key in sorted(named, reverse=True)]  # `old` before `new`
-        checked = budget.check(name, [*given[first:], *by_name])
-        return budget.count(function(*given[:first], *checked[: len(given) - first], **named))
+        checked = budget.check(name, [*values[first:], *by_name])
+        return budget.count(function(*values[:first], *checked[: len(values) - first], **named))
 
     return limited
 
 
-def _count(value: Any) -> Any:
+def _count(value: Value) -> Value:
     return ACTIVE.get().count(value)
 
 
 @pass_context
-def _finalize(_: Any, value: Any) -> str:
+def _finalize(_: Context, value: object) -> str:
     return value if isinstance(value, str) else ACTIVE.get().count(str(value))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from lean_ft.settings.other_tools import table
 from lean_ft.system.config_fields import end_ids
-from lean_ft.system.foreign_values import MARKERS, plain
+from lean_ft.system.foreign_values import JSON, MARKERS, plain
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.whole_files import read_json, write_json
 from lean_ft.tokenizers.chat_template import LITERAL_END, LITERAL_START, ROLES, ChatTemplate, generation_blocks
@@ -127,7 +127,7 @@ class Tokenizer:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        **template_kwargs: Any,
+        **template_kwargs: JSON,
     ) -> list[int] | str:
         """Return a chat as ids, or as text with `tokenize=False`. `render` also returns the mask of trained tokens."""
         full = self._rendered(messages, tools, add_generation_prompt, template_kwargs).full
@@ -200,8 +200,8 @@ class Tokenizer:
             {**messages[-1], "content": f"{text}{tag} "},
         ]  # the space shows whether texts are stripped
         passage = self.passage(tagged, tools, train_on="all", template_kwargs=template_kwargs)
-        before, found, after = passage.text.rpartition(tag)
-        if not found or text.strip() not in before:
+        before, tag_in_text, after = passage.text.rpartition(tag)
+        if not tag_in_text or text.strip() not in before:
             raise ValueError("the chat template leaves out a part of the last message, so it cannot be continued.")
         before = before if after.startswith(" ") else before.rstrip()
         literal = [span for span in passage.literal if span[1] <= len(before)]
@@ -222,7 +222,7 @@ class Tokenizer:
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         wanted = [i for i in (turns[-1:] if train_on == "last" else turns) if (i in untrained) == (train_on == "all")]
         ends_trained = turns[-1:] == [len(messages) - 1] and turns[-1] not in untrained and not add_generation_prompt
-        found, end, add_eos, is_endless = list[RenderedTurn](), "", False, False
+        assistant_turns, end, add_eos, is_endless = list[RenderedTurn](), "", False, False
         if self._template(tools).template.marks_generation:
             spans = spans_of(wanted, turns, generation_blocks(chat.full))
             if ends_trained and train_on != "all":
@@ -230,9 +230,9 @@ class Tokenizer:
                 is_endless = not last_text.rstrip().endswith(tuple(self.added_tokens))
         else:
             rendered = chat
-            chat, found = rendered.turns(wanted)
-            spans = [turn.span for turn in found]
-            if ends_trained and rendered.is_open(found[-1] if train_on != "all" else None):
+            chat, assistant_turns = rendered.turns(wanted)
+            spans = [turn.span for turn in assistant_turns]
+            if ends_trained and rendered.is_open(assistant_turns[-1] if train_on != "all" else None):
                 end = rendered.next_token()
                 add_eos = not end
                 is_endless = add_eos and self.eos_id is None
@@ -245,8 +245,8 @@ class Tokenizer:
             trained + [(len(text), len(text) + len(end))] * bool(end),
             literal,
             add_eos=add_eos,
-            num_rewritten=sum(not turn.is_ended for turn in found),
-            num_other_prompts=sum(not turn.follows_prompt for turn in found),
+            num_rewritten=sum(not turn.is_ended for turn in assistant_turns),
+            num_other_prompts=sum(not turn.follows_prompt for turn in assistant_turns),
             is_endless=is_endless,
             num_empty=sum(_is_empty(messages[i]) for i in turns if i not in untrained),
             unread=chat.unread,
@@ -306,13 +306,13 @@ class Tokenizer:
         The model learns them as the end of an answer or a tool call, so generation stops at each of them.
         """
         call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {"x": "1"}}}
-        asked, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
+        question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
         called = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "name": "f", "content": "1", "tool_call_id": "call00001"}
         ends = set[str]()
-        for turn, follower in ((said, asked), (called, result)):
+        for turn, follower in ((answer, question), (called, result)):
             try:
-                passages = [self.passage([asked, turn]), self.passage([asked, turn, follower])]
+                passages = [self.passage([question, turn]), self.passage([question, turn, follower])]
             except ValueError:  # no chat template, or it rejects such a chat
                 continue
             if passages[0].add_eos:  # the template writes no token there, only perhaps one that ends a tool call
@@ -327,9 +327,9 @@ class Tokenizer:
         """Return the added tokens at the end of a passage's trained text, the last one first."""
         tokens = list[str]()
         text = "".join(passage.text[start:end] for start, end in passage.trained).rstrip()
-        while found := max((token for token in self.added_tokens if text.endswith(token)), key=len, default=""):
-            tokens.append(found)
-            text = text.removesuffix(found).rstrip()
+        while token_at_end := max((token for token in self.added_tokens if text.endswith(token)), key=len, default=""):
+            tokens.append(token_at_end)
+            text = text.removesuffix(token_at_end).rstrip()
         return tokens
 
     def tokenize(self, passages: Sequence[Passage]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -411,8 +411,8 @@ class Tokenizer:
             return
         ends = end_ids(folder)
         if missing := sorted(self.turn_ends.difference(ends)):
-            others = read_json(generation_config) or {"bos_token_id": self.bos_id}
-            write_json(generation_config, others | {"eos_token_id": ends + missing})
+            settings = read_json(generation_config) or {"bos_token_id": self.bos_id}
+            write_json(generation_config, settings | {"eos_token_id": ends + missing})
 
     @cached_property
     def template_names(self) -> frozenset[str]:

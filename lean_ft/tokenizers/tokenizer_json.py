@@ -86,9 +86,9 @@ class TokenizerJson:
             self._encode_with_literals(text, literal) if literal else words.encode(text) if words is not None else None
             for text, literal in zip(texts, literals, strict=True)
         ]
-        others = [text for text, encoding in zip(texts, encodings, strict=True) if encoding is None]
-        batch = self._tokenizer.encode_batch(others, add_special_tokens=False)
-        by_library = iter([Encoding.of(found.ids, found.offsets) for found in batch])
+        remaining = [text for text, encoding in zip(texts, encodings, strict=True) if encoding is None]
+        batch = self._tokenizer.encode_batch(remaining, add_special_tokens=False)
+        by_library = iter([Encoding.of(result.ids, result.offsets) for result in batch])
         return [next(by_library) if encoding is None else encoding for encoding in encodings]
 
     @_explained

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
+from lean_ft.system.foreign_values import JSON
 from lean_ft.tokenizers.chat_template import ANCHOR, LITERAL_END, LITERAL_START, NUMBER, REASONING, TURN
 from lean_ft.tokenizers.vocabulary import Span, any_of
 
@@ -82,7 +83,7 @@ class RenderedChat:
         if not rest.startswith(tail[:num_content]) and self._is_dropped(i):
             tail, num_content = tail[num_content:], 0
             closing = self._closing(tail)
-        differing = (n for n, (one, other) in enumerate(zip(tail, rest, strict=False)) if one != other)
+        differing = (n for n, (left, right) in enumerate(zip(tail, rest, strict=False)) if left != right)
         num_equal = len(tail) if rest.startswith(tail) else next(differing, len(rest))
         if num_equal < num_content:
             raise ValueError(
@@ -91,8 +92,8 @@ class RenderedChat:
             )
         end, is_ended, is_open = num_equal, True, False
         if closing:
-            own = [token.end() for token in closing if token.end() <= num_equal]
-            end, is_ended = max(own, default=num_content), bool(own)
+            ends = [token.end() for token in closing if token.end() <= num_equal]
+            end, is_ended = max(ends, default=num_content), bool(ends)
         elif is_last:
             is_open = True
         else:
@@ -173,8 +174,8 @@ class RenderedChat:
         closed = closed[after:]
         pieces = self._pieces(opening) if anchor == anchor_of_closed else []
         begin = before + len(closed) if text.startswith(closed, before) else -1
-        found = ANCHORS.fullmatch(anchor)
-        if found and _owner(found) == i - 1 and pieces and not (begin >= 0 and text.startswith(pieces[0][0], begin)):
+        match = ANCHORS.fullmatch(anchor)
+        if match and _owner(match) == i - 1 and pieces and not (begin >= 0 and text.startswith(pieces[0][0], begin)):
             # The template ends the message in front differently, or the prompt's first piece is missing.
             begin = max(begin, text.find(pieces[0][0], before, bound))
         position, after_token = begin, False
@@ -199,19 +200,19 @@ class RenderedChat:
         first = i
         while first and self.messages[first - 1].get("role") == "assistant":  # some templates open no further turn
             first -= 1
-        asked = self.render(self.messages[:first], False)
-        closed = asked if first == i else self.render(self.messages[:i], False)
+        question = self.render(self.messages[:first], False)
+        closed = question if first == i else self.render(self.messages[:i], False)
         prompt = self.render(self.messages[:first], True)
-        return closed, prompt.removeprefix(asked) if prompt.startswith(asked) else ""
+        return closed, prompt.removeprefix(question) if prompt.startswith(question) else ""
 
     def _same_place(self, i: int, start: int, alone: str) -> tuple[int, int]:
         """Return the last place of message `i` that `full` and `alone`, which ends with the message, have in common."""
         if alone is self.full:
             return start, start
-        others = start if alone.startswith(self.full[:start]) else self._start(alone, i)[0]
+        start_elsewhere = start if alone.startswith(self.full[:start]) else self._start(alone, i)[0]
         here, there = (
             [(anchor[0], anchor.end()) for anchor in ANCHORS.finditer(text, begin) if _owner(anchor) == i]
-            for text, begin in ((self.full, start), (alone, others))
+            for text, begin in ((self.full, start), (alone, start_elsewhere))
         )
         for n in reversed(range(len(there))):
             anchor, place = there[n]
@@ -219,7 +220,7 @@ class RenderedChat:
             places = [end for name, end in here if name == anchor]
             if earlier < len(places):
                 return places[earlier], place
-        return start, others
+        return start, start_elsewhere
 
     def _tokens(self, text: str, start: int = 0) -> list[re.Match[str]]:
         return [match for match in self.added.finditer(text, start) if match.group(1)]
@@ -274,19 +275,21 @@ def anchored(messages: Messages, place: re.Pattern[str]) -> list[dict[str, Any]]
     """
     count = 0
 
-    def copy(value: Any, key: str, i: int) -> Any:
+    def copy(value: JSON, key: str, i: int) -> JSON:
         nonlocal count
         if isinstance(value, dict):
             return {name: copy(inner, name if key != "arguments" else key, i) for name, inner in value.items()}
         if isinstance(value, list):
             return [copy(inner, key, i) for inner in value]
-        spots = [m.end() for m in place.finditer(value) if not m[0]] if isinstance(value, str) else []
-        if not spots or key not in _ANCHORED:
+        if not isinstance(value, str) or key not in _ANCHORED:
+            return value
+        spots = [match.end() for match in place.finditer(value) if not match[0]]
+        if not spots:
             return value
         count += 1
         return f"{value[: spots[-1]]}{ANCHOR}{f'{i},{count}'.translate(TURN)}{value[spots[-1] :]}"
 
-    return [copy(message, "", i) for i, message in enumerate(messages)]
+    return [{name: copy(inner, name, i) for name, inner in message.items()} for i, message in enumerate(messages)]
 
 
 def _owner(anchor: re.Match[str]) -> int:

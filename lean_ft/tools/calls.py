@@ -56,7 +56,7 @@ REASONING = {"<think>": "</think>", "[THINK]": "[/THINK]", "<|channel>": "<chann
 def read_turn(form: CallForm, text: str, types: Types, opened: str = "") -> Turn:
     """Read the text of a turn. opened: the beginning of reasoning in the prompt, if the turn begins inside of
     reasoning."""
-    begin = opened or next((one for one in REASONING if text.lstrip().startswith(one)), "")
+    begin = opened or next((tag for tag in REASONING if text.lstrip().startswith(tag)), "")
     if not begin:
         return form.read(text, types)
     reasoning, closed, rest = text.partition(REASONING[begin])
@@ -72,9 +72,9 @@ def _between(begin: str, end: str, read: Read) -> CallForm:
         calls = list[Call]()
         for piece in pieces:
             body, closed, after = piece.partition(end) if end else (piece, "", "")
-            found = _tried(read, body, types)
-            calls += found
-            content += after if _is_read(found) else f"{begin}{body}{closed}{after}"
+            read_calls = _tried(read, body, types)
+            calls += read_calls
+            content += after if _is_read(read_calls) else f"{begin}{body}{closed}{after}"
         return Turn(content, calls)
 
     return CallForm(begin, turn)
@@ -113,7 +113,7 @@ def _refuse(constant: str) -> NoReturn:
 _JSON = json.JSONDecoder(strict=False, parse_constant=_refuse)  # texts may contain line breaks
 
 
-def _call(name: Any, arguments: Any, id: Any = "") -> Call:
+def _call(name: object, arguments: object, id: object = "") -> Call:
     if isinstance(arguments, str):
         arguments = _JSON.decode(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
@@ -124,17 +124,17 @@ def _call(name: Any, arguments: Any, id: Any = "") -> Call:
 def _json(body: str, types: Types) -> list[Call]:
     """`{"name": "f", "arguments": {...}}`, a list of such objects, or several with `;` or spaces between them. Llama
     writes `parameters`."""
-    found, body = list[Call](), body.removeprefix("<|python_tag|>").lstrip()
+    calls, body = list[Call](), body.removeprefix("<|python_tag|>").lstrip()
     while body:
         value, end = _JSON.raw_decode(body)
         body = body[end:].lstrip("; \t\r\n")
-        for one in value if isinstance(value, list) else [value]:
-            if not isinstance(one, dict):
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, dict):
                 raise ValueError("expected a JSON object")
-            found.append(_call(one.get("name"), one.get("arguments", one.get("parameters")), one.get("id", "")))
-    if not found:
+            calls.append(_call(item.get("name"), item.get("arguments", item.get("parameters")), item.get("id", "")))
+    if not calls:
         raise ValueError("expected a JSON object")
-    return found
+    return calls
 
 
 def _mistral(body: str, types: Types) -> list[Call]:
@@ -163,9 +163,9 @@ def _harmony(text: str, types: Types) -> Turn:
         header, _, body = message.partition("<|message|>")
         body = re.split(r"<\|(?:end|call|return)\|>", body, maxsplit=1)[0]
         if recipient := re.search(r"to=functions\.([^\s<]*)", header):
-            found = _tried(lambda body, _, name=recipient[1]: [_call(name, body)], body, types)
-            calls += found
-            contents += [] if _is_read(found) else [message]
+            read_calls = _tried(lambda body, _, name=recipient[1]: [_call(name, body)], body, types)
+            calls += read_calls
+            contents += [] if _is_read(read_calls) else [message]
         elif body:
             contents.append(body)
     return Turn("\n".join(contents), calls)
@@ -191,14 +191,14 @@ def _glm(body: str, types: Types) -> list[Call]:
 
 def _tagged(text: str, begin: str, middle: str, end: str) -> dict[str, str]:
     """The parameters that are written between tags."""
-    found = dict[str, str]()
+    parameters = dict[str, str]()
     for piece in text.split(begin)[1:]:
         key, _, value = piece.partition(middle)
         value, closed, _ = value.partition(end)
         if not closed:
             raise ValueError(f"expected {begin}NAME{middle}VALUE{end}")
-        found[key.strip()] = value
-    return found
+        parameters[key.strip()] = value
+    return parameters
 
 
 def _typed(name: str, texts: dict[str, str], types: Types) -> Call:
@@ -234,13 +234,13 @@ def _python(body: str, types: Types) -> list[Call]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):  # some templates write JSON's constants
             node.id = {"true": "True", "false": "False", "null": "None"}.get(node.id, node.id)
-    found = list[Call]()
-    for one in tree.elts if isinstance(tree, ast.List) else [tree]:
-        if not isinstance(one, ast.Call) or one.args or any(word.arg is None for word in one.keywords):
+    calls = list[Call]()
+    for item in tree.elts if isinstance(tree, ast.List) else [tree]:
+        if not isinstance(item, ast.Call) or item.args or any(word.arg is None for word in item.keywords):
             raise ValueError("expected [NAME(PARAMETER=VALUE, ...)]")
-        arguments = {str(word.arg): ast.literal_eval(ast.unparse(word.value)) for word in one.keywords}
-        found.append(_call(ast.unparse(one.func), arguments))
-    return found
+        arguments = {str(word.arg): ast.literal_eval(ast.unparse(word.value)) for word in item.keywords}
+        calls.append(_call(ast.unparse(item.func), arguments))
+    return calls
 
 
 FORMS: dict[str, CallForm] = {

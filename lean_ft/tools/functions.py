@@ -100,30 +100,30 @@ class Tools:
         place of a call and its outcome, as soon as there is one. methods: of the environment of this turn, which run
         one after another in its `thread`, because they share its state.
         """
-        own = {method.__name__: method for method in methods}
-        found, done = dict(known), queue.SimpleQueue[tuple[int, Outcome]]()
+        by_name = {method.__name__: method for method in methods}
+        outcomes, done = dict(known), queue.SimpleQueue[tuple[int, Outcome]]()
 
         def make(places: Sequence[int]) -> None:
             for i in places:
                 try:
-                    done.put((i, self._outcome(calls[i], own.get(calls[i].name), thread)))
+                    done.put((i, self._outcome(calls[i], by_name.get(calls[i].name), thread)))
                 except BaseException as error:  # such as too many processes
                     done.put((i, (error_text(error, self._settings.result_characters), True)))
 
         made = list[int]()
         for i, call in enumerate(calls):
-            if i not in found and (refusal := self._refusal(call, i)):
-                found[i] = refusal, True
-            elif i not in found:
+            if i not in outcomes and (refusal := self._refusal(call, i)):
+                outcomes[i] = refusal, True
+            elif i not in outcomes:
                 made.append(i)
-        in_order = [i for i in made if calls[i].name in own]
+        in_order = [i for i in made if calls[i].name in by_name]
         for places in filter(None, [in_order, *([i] for i in made if i not in in_order)]):
             Thread(target=make, args=(places,), daemon=True).start()
-        while len(found) < len(calls):
+        while len(outcomes) < len(calls):
             i, outcome = done.get()
-            found[i] = outcome
+            outcomes[i] = outcome
             finished(i, *outcome)
-        return [found[i] for i in range(len(calls))]
+        return [outcomes[i] for i in range(len(calls))]
 
     def _refusal(self, call: Call, place: int) -> str:
         """The error of a call that cannot run; empty if it can."""
@@ -164,8 +164,8 @@ class Tools:
         path = [str(self._folder / folder) for folder in sys.path]
         command, pipe = [sys.executable, "-P", "-c", _ANSWER], subprocess.PIPE
         theirs, ours = os.pipe()  # the process ends when this one does, which closes `ours`
-        asked = {"function": function, "arguments": arguments, "pipe": theirs}
-        asked["characters"] = self._settings.result_characters
+        request = {"function": function, "arguments": arguments, "pipe": theirs}
+        request["characters"] = self._settings.result_characters
         try:
             # A new session keeps a terminal's Ctrl-C for the run, and ends with the processes that the tool started.
             process = subprocess.Popen(
@@ -185,7 +185,7 @@ class Tools:
         with process:
             self._processes.add(process)
             try:
-                answer, _ = process.communicate(json.dumps(asked).encode(), timeout=self._settings.seconds)
+                answer, _ = process.communicate(json.dumps(request).encode(), timeout=self._settings.seconds)
                 text, failed = json.loads(answer)
                 return text, failed
             except subprocess.TimeoutExpired:

@@ -35,19 +35,28 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError, NameError, AttributeError) as error:
         raise ValueError(f"the type hints of {name} cannot be read ({type(error).__name__}: {error}).") from None
-    if bare := [one for one, parameter in parameters.items() if parameter.annotation is parameter.empty]:
+    if bare := [
+        parameter_name for parameter_name, parameter in parameters.items() if parameter.annotation is parameter.empty
+    ]:
         raise ValueError(f"{name}: the parameter {', '.join(bare)} has no type hint. Add one, as in `{bare[0]}: str`.")
     args = _ARGS.search(text)
     lines = "\n".join(line for line in args[1].split("\n") if line.strip()) if args else ""
     described = {match[2]: re.sub(r"\s*\n+\s*", " ", match[3].strip()) for match in _PARAMETER.finditer(lines)}
-    if missing := [one for one in parameters if one not in described]:
+    if missing := [parameter_name for parameter_name in parameters if parameter_name not in described]:
         raise ValueError(f"{name}: the docstring does not describe the parameter {', '.join(missing)}. {EXAMPLE}")
     properties = {
-        one: _described(name, one, _of_hint(hints[one], f"{name}: the parameter {one}"), described[one])
-        for one in parameters
+        parameter_name: _described(
+            name,
+            parameter_name,
+            _of_hint(hints[parameter_name], f"{name}: the parameter {parameter_name}"),
+            described[parameter_name],
+        )
+        for parameter_name in parameters
     }
     schema: dict[str, Any] = {"type": "object", "properties": properties}
-    if required := [one for one, parameter in parameters.items() if parameter.default is parameter.empty]:
+    if required := [
+        parameter_name for parameter_name, parameter in parameters.items() if parameter.default is parameter.empty
+    ]:
         schema["required"] = required
     description = _DESCRIPTION.search(text)
     made = {"name": name, "description": description[1].strip() if description else None, "parameters": schema}
@@ -58,38 +67,38 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _described(function: str, name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
-    if found := _CHOICES.search(text):
+    if match := _CHOICES.search(text):
         try:
-            choices = [one.strip() if isinstance(one, str) else one for one in json.loads(found[1])]
+            choices = [choice.strip() if isinstance(choice, str) else choice for choice in json.loads(match[1])]
         except (ValueError, TypeError):
             raise ValueError(
-                f'{function}: the choices of {name} are {found[1]}; expected a JSON list, as ["a", "b"].'
+                f'{function}: the choices of {name} are {match[1]}; expected a JSON list, as ["a", "b"].'
             ) from None
-        schema, text = schema | {"enum": choices}, text[: found.start()].strip()
+        schema, text = schema | {"enum": choices}, text[: match.start()].strip()
     return schema | {"description": text}
 
 
-def _of_hint(hint: Any, what: str) -> dict[str, Any]:
+def _of_hint(hint: object, what: str) -> dict[str, Any]:
     """The schema of a type hint. what: for the message."""
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
-        origin, args = Literal, [one.value for one in hint]
-    if origin is Literal and args and all(type(one) in SCALARS for one in args):
-        kinds = list(dict.fromkeys(SCALARS[type(one)] for one in args))
+        origin, args = Literal, [choice.value for choice in hint]
+    if origin is Literal and args and all(type(choice) in SCALARS for choice in args):
+        kinds = list(dict.fromkeys(SCALARS[type(choice)] for choice in args))
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
     if origin is None and (hint is Any or (isinstance(hint, Hashable) and hint in PLAIN)):
         return {} if hint is Any else {"type": PLAIN[hint]}
     if origin in (Union, types.UnionType):
-        members = [_of_hint(one, what) for one in args if one is not type(None)]
+        members = [_of_hint(member, what) for member in args if member is not type(None)]
         schema = members[0] if len(members) == 1 else {"anyOf": members}
-        if all(one.keys() == {"type"} for one in members):
-            names = sorted({one["type"] for one in members})
+        if all(member.keys() == {"type"} for member in members):
+            names = sorted({member["type"] for member in members})
             schema = {"type": names[0] if len(names) == 1 else names}
         return schema | ({"nullable": True} if type(None) in args else {})
     if origin is list:
         return {"type": "array", "items": _of_hint(args[0], what)}
     if origin is tuple and len(args) > 1 and ... not in args:
-        return {"type": "array", "prefixItems": [_of_hint(one, what) for one in args]}
+        return {"type": "array", "prefixItems": [_of_hint(member, what) for member in args]}
     if origin is dict:
         return {"type": "object"} | ({"additionalProperties": _of_hint(args[1], what)} if len(args) == 2 else {})
     raise ValueError(

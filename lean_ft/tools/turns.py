@@ -47,7 +47,7 @@ class ToolTurns:
         self._types: Types = {
             tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {}) for tool in schemas
         }
-        ends = {tokenizer.token_text(one) for one in {*tokenizer.turn_ends, tokenizer.eos_id} if one is not None}
+        ends = {tokenizer.token_text(token) for token in {*tokenizer.turn_ends, tokenizer.eos_id} if token is not None}
         self._ends, self._control = any_of(ends), any_of(tokenizer.control_tokens)
         call, self._takes_several = Call("f", {}), False
         self._form = self._form_of_calls() if schemas else None
@@ -64,7 +64,7 @@ class ToolTurns:
             with contextlib.suppress(ValueError):  # Llama 3 refuses several
                 self._takes_several = self._text(self._turn([call] * 2)).count(MARK) > self._text(called).count(MARK)
         # The beginning of reasoning that every turn follows.
-        self._opened = next((one for one in REASONING if all(text.rstrip().endswith(one) for text in prompts)), "")
+        self._opened = next((tag for tag in REASONING if all(text.rstrip().endswith(tag) for text in prompts)), "")
 
     def read(self, ids: Sequence[int]) -> Turn:
         """What the sampled `ids` of a turn say. A malformed call has an `error`, and its text is in the content. A call
@@ -111,15 +111,17 @@ class ToolTurns:
         """
         prompt = self._text([ASKED], True)
         cases = [(name, {}), (name, {"x": 1})] if name else [("a", {}), ("b", {})]
-        written = [self._text(self._turn([Call(one, {})], arguments)) for one, arguments in cases]
-        ids, others = (self._tokenizer.encode(one[len(prompt) :]) for one in written)
-        if not (begun := ids[: _num_shared(ids, others)]) or not written[0].startswith(prompt):
+        written = [self._text(self._turn([Call(tool, {})], arguments)) for tool, arguments in cases]
+        ids, other_ids = (self._tokenizer.encode(text[len(prompt) :]) for text in written)
+        if not (begun := ids[: _num_shared(ids, other_ids)]) or not written[0].startswith(prompt):
             raise ValueError("the chat template does not show how a call begins. Set tool_choice to auto.")
         return begun
 
     def _after(self, ids: Sequence[int], calls: Sequence[Call], messages: Messages) -> list[int]:
         def written(clean: Callable[[str], str]) -> Passage:
-            following = [{**one, "content": clean(one["content"].replace(MARK, MARK.lower()))} for one in messages]
+            following = [
+                {**message, "content": clean(message["content"].replace(MARK, MARK.lower()))} for message in messages
+            ]
             return self._passage([*self._turn(calls), *following], True)
 
         try:
@@ -128,20 +130,20 @@ class ToolTurns:
             passage = written(lambda text: self._control.sub("", text))
         begin = self._end(passage.text, self._ends if calls else self._control)
         literal = [(start - begin, end - begin) for start, end in passage.literal if start >= begin]
-        given = self._tokenizer.tokenize([Passage(passage.text[begin:], [], literal)])[0][0].tolist()
-        end, sampled = given[0], ids[-1] if len(ids) else None
+        continuation = self._tokenizer.tokenize([Passage(passage.text[begin:], [], literal)])[0][0].tolist()
+        end, sampled = continuation[0], ids[-1] if len(ids) else None
         # gpt-oss ends an answer with another token when a message follows it.
         is_ended = sampled == end or (sampled in self._tokenizer.turn_ends and end not in self._tokenizer.turn_ends)
-        return given[1:] if is_ended else given
+        return continuation[1:] if is_ended else continuation
 
     def _end(self, text: str, ends: re.Pattern[str]) -> int:
         """Where the token begins that ends the turn."""
-        found = ends.search(text, text.rfind(MARK))
-        if found is None or MARK not in text:
+        token = ends.search(text, text.rfind(MARK))
+        if token is None or MARK not in text:
             raise ValueError(
                 "the chat template writes no token that ends a turn. Set data.chat_template to one that does."
             )
-        return found.start()
+        return token.start()
 
     def _turn(self, calls: Sequence[Call], arguments: dict[str, Any] = ARGUMENTS) -> Messages:
         """A question, and a turn with calls of these names, or else with an answer. The mark is the last text of the
@@ -162,14 +164,14 @@ class ToolTurns:
 
     def _form_of_calls(self) -> CallForm:
         """Find the form of calls. Raises ValueError if the template writes no tools, or calls in an unknown form."""
-        asked, tool = self._text([ASKED], True, [PROBE]), PROBE["function"]
-        if tool["name"] not in asked:
+        question, tool = self._text([ASKED], True, [PROBE]), PROBE["function"]
+        if tool["name"] not in question:
             raise ValueError(f"the chat template writes no tools. {REMEDY}")
         try:
             called = self._text(self._turn([Call(tool["name"], ARGUMENTS)]), False, [PROBE])
         except ValueError:
             raise ValueError(f"the chat template writes no tool calls. {REMEDY}") from None
-        said = called[_num_shared(asked, called) :]
+        said = called[_num_shared(question, called) :]
         said = said[: self._end(said, self._ends)]
         for form in FORMS.values():
             if [call[:3] for call in form.read(said, {tool["name"]: PROPERTIES}).calls] == [
@@ -181,9 +183,9 @@ class ToolTurns:
         )
 
 
-def _num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:
     """The number of items at the start that are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _results(calls: Sequence[Call], results: Sequence[str]) -> Messages:

@@ -80,9 +80,9 @@ def say_answers(
     share = f"{report.num_right} of {total} held-out questions right ({report.exact_match:.1%})"
     say("answers", f"{when}: {share}; exact match of {what}")
     for answer in _spread(report.answers, num_samples):
-        given = "(no match)" if answer.given is None else one_line(answer.given)
+        shown_answer = "(no match)" if answer.given is None else one_line(answer.given)
         wrong = "did not end" if answer.given == answer.expected else f"expected: {one_line(answer.expected)}"
-        say("", f"{one_line(answer.question)}  ->  {given}  ({'right' if answer.right else wrong})")
+        say("", f"{one_line(answer.question)}  ->  {shown_answer}  ({'right' if answer.right else wrong})")
     return report
 
 
@@ -119,27 +119,27 @@ def answer_held_out(
 
     expected = dict[int, str]()
     for i, (_, answer) in enumerate(questions):
-        if (found := compared(answer)) is None:
+        if (compared_text := compared(answer)) is None:
             raise ValueError(
                 f"eval_pattern={pattern!r} finds nothing in the expected answer that ends in "
                 f"{text(answer)[-_SHOWN:]!r}. Set a pattern that every held-out answer matches, or leave it out."
             )
-        expected[i] = found
+        expected[i] = compared_text
     ends = stop_ids(model, tokenizer)
     longest = 2 * max(len(answer) for _, answer in questions)
     limits = [len(answer) if pattern is None else longest for _, answer in questions]  # tokens of an answer
 
-    given: dict[int, list[int]] = {}
+    answer_ids: dict[int, list[int]] = {}
     lengths = [len(prompt) + limit for (prompt, _), limit in zip(questions, limits, strict=True)]
     together = list(longest_first(lengths, most_tokens))
-    for asked in shown(together, len(together), "answering"):
-        prompts, limit = [questions[i][0] for i in asked], max(limits[i] for i in asked)
+    for indices in shown(together, len(together), "answering"):
+        prompts, limit = [questions[i][0] for i in indices], max(limits[i] for i in indices)
         answers = sample(model, prompts, Sampling(limit, stop_ids=ends))
-        given.update(zip(asked, (answer.ids for answer in answers), strict=True))
+        answer_ids.update(zip(indices, (answer.ids for answer in answers), strict=True))
 
     return AnswerReport(
         [
-            AnsweredQuestion(text(prompt.ids.tolist()), expected[i], compared(given[i]), given[i][-1] in ends)
+            AnsweredQuestion(text(prompt.ids.tolist()), expected[i], compared(answer_ids[i]), answer_ids[i][-1] in ends)
             for i, (prompt, _) in enumerate(questions)
         ]
     )

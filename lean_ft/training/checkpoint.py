@@ -141,8 +141,15 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     if isinstance(model, Decoder):
         stored = {name: tensor for name, tensor in stored.items() if not is_drafting(name, model.source.config)}
     if isinstance(model, Decoder) and model.vision is not None:  # the folder has the multimodal model's names
-        names = [(name, own) for name, own in model.source.names.items() if own is not None and name in stored]
-        stored = {own: stored[name].transposed if model.source.stacks.get(own) else stored[name] for name, own in names}
+        names = [
+            (name, model_name)
+            for name, model_name in model.source.names.items()
+            if model_name is not None and name in stored
+        ]
+        stored = {
+            model_name: stored[name].transposed if model.source.stacks.get(model_name) else stored[name]
+            for name, model_name in names
+        }
     read_same(stored, parts_on_disk(model), folder, what="model", begun_with="the model and the model.dtype")
 
 
@@ -155,8 +162,8 @@ def trained_parts(module: nn.Module | None) -> dict[str, Part]:
 def restore_beside(folder: Path, module: nn.Module) -> None:
     """Read the weights of a module that trains besides the model. Raises ValueError as `restore_weights`."""
     stored = read_header(folder / BESIDE_FILE) if (folder / BESIDE_FILE).is_file() else {}
-    own, begun_with = trained_parts(module), "the models and the model.dtype"
-    read_same(stored, own, folder, what="model beside it", begun_with=begun_with)
+    parts, begun_with = trained_parts(module), "the models and the model.dtype"
+    read_same(stored, parts, folder, what="model beside it", begun_with=begun_with)
 
 
 def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
@@ -165,12 +172,12 @@ def restore_optimizer(folder: Path, optimizer: Optimizer) -> None:
     Raises ValueError, before memory is taken, if a tensor's shape or dtype differs from the optimizer's.
     """
     stored, parts = read_header(folder / OPTIMIZER_FILE), optimizer.state_parts()
-    for name, own in parts.items():
+    for name, part in parts.items():
         entry = stored.get(name)
-        if entry is not None and (entry.shape, entry.dtype) != (tuple(own.shape), own.dtype):
+        if entry is not None and (entry.shape, entry.dtype) != (tuple(part.shape), part.dtype):
             raise ValueError(
                 f"{folder / OPTIMIZER_FILE}: {name} is {entry.dtype_name} of shape {list(entry.shape)}, but the "
-                f"optimizer has {own.dtype} of shape {list(own.shape)}. Resume with the model, dtype and optimizer "
+                f"optimizer has {part.dtype} of shape {list(part.shape)}. Resume with the model, dtype and optimizer "
                 "settings of the run that saved it."
             )
     optimizer.load_state_dict(_TensorsOnDisk(stored, parts))
@@ -185,9 +192,9 @@ class _TensorsOnDisk(UserDict[str, Any]):
         self._parts = parts
 
     def __getitem__(self, name: str) -> Tensor:
-        own = self._parts.get(name)
-        if own is None or tuple(own.values.shape) == own.shape:
+        part = self._parts.get(name)
+        if part is None or tuple(part.values.shape) == part.shape:
             return self.data[name].read()
-        part = replace(own, values=torch.empty(own.values.shape, dtype=own.dtype))
-        self.data[name].read_part(part)
-        return part.values
+        new = replace(part, values=torch.empty(part.values.shape, dtype=part.dtype))
+        self.data[name].read_part(new)
+        return new.values

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -63,15 +63,22 @@ class Place:
     carried: dict[str, Any] | None
 
 
+class Carried(Protocol):
+    """A module that trains besides the model, or another object that a run saves with it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
 class Saved(NamedTuple):
-    """What a run saves. `carried` is a module that trains besides the model, or an object with `state_dict` and
-    `load_state_dict`."""
+    """What a run saves."""
 
     model: nn.Module
     optimizer: Optimizer
     batches: Batches
     tokenizer: Tokenizer
-    carried: Any = None
+    carried: Carried | None = None
 
 
 class Checkpoints:
@@ -114,8 +121,8 @@ class Checkpoints:
 
     def needed_bytes(self) -> int:
         """Upper bound of a checkpoint's size on the disk."""
-        others = self._optimizer.state_parts() | trained_parts(self._beside)
-        return checkpoint_bytes(self._model, whole_bytes(others), self._tokenizer)
+        parts = self._optimizer.state_parts() | trained_parts(self._beside)
+        return checkpoint_bytes(self._model, whole_bytes(parts), self._tokenizer)
 
     def check_free_space(self, needed: int, start_step: int) -> None:
         """Raise ValueError if the disk has no room for one checkpoint; log a line if it has no room for all of them."""

@@ -40,8 +40,8 @@ def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer
     family = None if (model := cfg.group(ModelConfig)) is None else model.family
     if not scores:
         chats = tokenizer.chat_template is not None
-        asked = ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
-        return shlex.join(["leanft", *asked, *([f"model.family={family}"] if family else [])])
+        words = ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
+        return shlex.join(["leanft", *words, *([f"model.family={family}"] if family else [])])
     data = cfg.needed(DataConfig)
     if (command := objective_of(data).scored_by) is None:
         return None
@@ -49,8 +49,8 @@ def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer
         mode="json", include=set(RowsConfig.model_fields) - {"validation_fraction"}, exclude_defaults=True
     )
     source, held_out = rows.pop("source"), rows.pop("validation_source", None)
-    asked = [command, str(checkpoint), _text(held_out or source), *(_words({"data": rows}) if rows else ())]
-    return shlex.join(["leanft", *asked, *(["--family", family] if family else [])])
+    words = [command, str(checkpoint), _text(held_out or source), *(_words({"data": rows}) if rows else ())]
+    return shlex.join(["leanft", *words, *(["--family", family] if family else [])])
 
 
 def _words(settings: dict[str, Any]) -> list[str]:
@@ -58,5 +58,5 @@ def _words(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={_text(value)}" for key, value in dotted(settings)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return to_yaml(value, flow=True)

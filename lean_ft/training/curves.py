@@ -50,10 +50,12 @@ class Curves:
     def points(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and finite values of a metric; `memory` in GiB."""
         if metric == "memory":
-            found = [(row["step"], row["peak_memory_bytes"] / GIB) for row in self.rows if row.get("peak_memory_bytes")]
+            points = [
+                (row["step"], row["peak_memory_bytes"] / GIB) for row in self.rows if row.get("peak_memory_bytes")
+            ]
         else:
-            found = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
-        return [step for step, _ in found], [value for _, value in found]
+            points = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
+        return [step for step, _ in points], [value for _, value in points]
 
     def results(self) -> dict[str, Any]:
         """Steps, losses, rewards, tokens, mean speed and peak memory; None if not measured."""
@@ -78,20 +80,20 @@ class Curves:
 
     def results_as_text(self) -> dict[str, str]:
         """`results` by column of a table: the reward of a run that has rewards, and the loss of other runs."""
-        found = self.results()
-        is_online = found["reward"] is not None
+        results = self.results()
+        is_online = results["reward"] is not None
         names = (
             ("reward", "eval_reward", "highest_eval_reward") if is_online else ("loss", "eval_loss", "lowest_eval_loss")
         )
-        last, held_out, best = ("-" if found[name] is None else number(found[name]) for name in names)
-        kind, speed, peak = (
+        last, held_out, best = ("-" if results[name] is None else number(results[name]) for name in names)
+        metric_name, speed, peak = (
             f"{names[0]} " if last != "-" else "",
-            found["tokens_per_second"],
-            found["peak_memory_bytes"],
+            results["tokens_per_second"],
+            results["peak_memory_bytes"],
         )
         return {
-            "steps": f"{found['steps']:,}",
-            "result": f"{kind}{last}{' diverged' if found['diverged'] else ''}",
+            "steps": f"{results['steps']:,}",
+            "result": f"{metric_name}{last}{' diverged' if results['diverged'] else ''}",
             "held-out": held_out,
             "best": best,
             "peak": "-" if peak is None else gibibytes(peak),
@@ -109,11 +111,11 @@ def read_curves(runs: Sequence[Path]) -> list[Curves]:
     while depth < 9 and len({path.parts[-depth:] for path in paths}) < len(set(paths)):
         depth += 1
     read = []
-    for given, path in zip(runs, paths, strict=True):
+    for directory, path in zip(runs, paths, strict=True):
         if not (path / METRICS_FILE).is_file():
             beside = path.parent.glob(f"*/{METRICS_FILE}") if path.parent.is_dir() else []
             near = did_you_mean(path.name, [other.parent.name for other in beside])
-            raise ValueError(f"{given} has no {METRICS_FILE}. Expected the output_dir of a run.{near}")
+            raise ValueError(f"{directory} has no {METRICS_FILE}. Expected the output_dir of a run.{near}")
         run = _read_run(path, "/".join(path.parts[-depth:]))
         if not run.rows:
             raise ValueError(
@@ -134,14 +136,14 @@ def _read_run(folder: Path, name: str) -> Curves:
 
 def find_runs(folder: Path) -> list[Curves]:
     """The runs in `folder` and its subfolders, named by relative path. Raises ValueError for a damaged run.json."""
-    found = []
+    curves = []
     for place, folders, files in os.walk(folder):
         if RUN_FILE in files or METRICS_FILE in files:
             path = Path(place)
-            found.append(_read_run(path, path.name if path == folder else path.relative_to(folder).as_posix()))
+            curves.append(_read_run(path, path.name if path == folder else path.relative_to(folder).as_posix()))
             folders.clear()  # a run has no runs inside
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return found
+    return curves
 
 
 def differing_settings(runs: Sequence[Curves]) -> list[str]:
@@ -242,27 +244,27 @@ def _metrics(curves: list[Curves]) -> dict[str, str]:
     metric, unless there is none: eval_macro_f1."""
     from lean_ft.data.parts import COUNTS  # here, since it loads torch
 
-    found = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
-    found |= dict.fromkeys(["memory"] if "peak_memory_bytes" in found else [])
-    alone = [name for name in found if not (name.startswith("eval_") and name[5:] in found)]
-    known = HEADLINES | _LAST
-    order = [*HEADLINES, *sorted(set(alone) - known.keys() - {*_COUNTS, *COUNTS}), *_LAST]
-    titles = {name: known.get(name, name.replace("eval_", "held-out ").replace("_", " ")) for name in order}
+    logged = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
+    logged |= dict.fromkeys(["memory"] if "peak_memory_bytes" in logged else [])
+    alone = [name for name in logged if not (name.startswith("eval_") and name[5:] in logged)]
+    titles_of_known = HEADLINES | _LAST
+    order = [*HEADLINES, *sorted(set(alone) - titles_of_known.keys() - {*_COUNTS, *COUNTS}), *_LAST]
+    titles = {name: titles_of_known.get(name, name.replace("eval_", "held-out ").replace("_", " ")) for name in order}
     return {name: title for name, title in titles.items() if name in alone}
 
 
 def _as_text(curves: list[Curves], metric: str, title: str) -> str | None:
     """A line instead of a panel, for a metric that has one value, or equal ones, in each run."""
-    found = []
+    sentences = []
     for run in curves:
-        for name, kind in ((metric, ""), (f"eval_{metric}", "held-out ")):
+        for name, prefix in ((metric, ""), (f"eval_{metric}", "held-out ")):
             steps, values = run.points(name)
             if len(set(values)) > 1:
                 return None
             place = f" in {run.name}" if len(curves) > 1 else ""
             when = f"at step {steps[0]:,}" if len(steps) == 1 else "throughout"
-            found += [f"{kind}{number(values[0])} {when}{place}"] if values else []
-    return f"{title}: {', '.join(found)}"
+            sentences += [f"{prefix}{number(values[0])} {when}{place}"] if values else []
+    return f"{title}: {', '.join(sentences)}"
 
 
 def _smoothed(steps: list[int], values: list[float], side: int) -> tuple[list[int], list[float]]:

@@ -39,9 +39,9 @@ def run_eval_tasks(cfg: RecipeConfig, model: Decoder, tokenizer: Tokenizer) -> R
     device = next(model.parameters()).device
     random_state = capture_random_state(device)
     options = {"limit": cfg.eval_tasks_limit, "seed": cfg.seed, "tokens_at_a_time": cfg.pass_tokens}
-    found = run_tasks(model, tokenizer, cfg.eval_tasks, **options)
+    results = run_tasks(model, tokenizer, cfg.eval_tasks, **options)
     restore_random_state(random_state, device)
-    return {f"eval_{task}/{name}": value for task, values in found.items() for name, value in values.items()}
+    return {f"eval_{task}/{name}": value for task, values in results.items() for name, value in values.items()}
 
 
 def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:

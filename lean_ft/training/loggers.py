@@ -186,12 +186,12 @@ class _WeightsAndBiases(_Logger):
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         import wandb
 
-        known = _records(directory).get("wandb") if start_step else None
+        run_id = _records(directory).get("wandb") if start_step else None
         self._run = wandb.init(
             project=cfg.project,
             name=cfg.name,
-            id=known,
-            resume="allow" if known else None,
+            id=run_id,
+            resume="allow" if run_id else None,
             dir=str(directory),
             config=settings,
             mode="offline" if cfg.offline else None,
@@ -224,10 +224,10 @@ class _MLflow(_Logger):
 
         local = cfg.offline or not os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(f"sqlite:///{(directory / MLFLOW_FILE).absolute()}" if local else None)
-        known = _records(directory).get("mlflow") if start_step else None
-        if known is not None:
-            self._client.update_run(known, status="RUNNING")
-            self._id = known
+        run_id = _records(directory).get("mlflow") if start_step else None
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self._id = run_id
             return
         experiment = self._client.get_experiment_by_name(cfg.project)
         # The default place is below the working folder.
@@ -280,7 +280,7 @@ class _Trackio(_Logger):
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         where = (directory / "trackio").absolute()
-        known = _records(directory).get("trackio") if start_step else None
+        run_id = _records(directory).get("trackio") if start_step else None
         # Trackio reads its folder once, when it is imported, and the server when a run begins.
         offline = {"TRACKIO_DIR": str(where), **dict.fromkeys(_SERVERS["trackio"])}
         with _environment(offline if cfg.offline else {}):
@@ -291,9 +291,9 @@ class _Trackio(_Logger):
                     "new process, or set log.offline=false."
                 )
             quiet = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
-            resume = "allow" if known else "never"
+            resume = "allow" if run_id else "never"
             self._run = trackio.init(cfg.project, cfg.name, config=settings, resume=resume, **quiet)
-        self._run.id = known or self._run.id  # Trackio resumes the newest run of this name
+        self._run.id = run_id or self._run.id  # Trackio resumes the newest run of this name
         _keep_record(directory, "trackio", self._run.id)
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -318,15 +318,15 @@ class _SwanLab(_Trackio):
 
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         swanlab = importlib.import_module("swanlab")
-        known = _records(directory).get("swanlab") if start_step else None
+        run_id = _records(directory).get("swanlab") if start_step else None
         nothing = dict.fromkeys(("hardware", "runtime", "requirements", "git", "swanlab", "monitor"), False)
         random_state = random.getstate()  # SwanLab draws a color from Python's generator, which the run uses too
         self._run = swanlab.init(
             reinit=True,
             project=cfg.project,
             name=cfg.name,
-            id=known,
-            resume="allow" if known else None,
+            id=run_id,
+            resume="allow" if run_id else None,
             log_dir=str(directory / "swanlab"),
             config=settings,
             mode="offline" if cfg.offline else None,
@@ -364,7 +364,7 @@ def _flat(row: Row) -> Row:
     return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in row.items()}
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,14 +44,17 @@ DIVERGED_RATIO = 1.5
 SETTLED_STEPS = 10  # after so many steps nothing happens for the first time, and a run's memory should stop growing
 
 
+Mark = float | torch.cuda.Event  # seconds of the host's clock, or an event of a GPU
+
+
 @dataclass
 class _Pending:
     """A step whose values may still be on the device."""
 
     row: Row
     scalars: dict[str, Tensor]
-    started: Any
-    ended: Any
+    started: Mark
+    ended: Mark
 
 
 class _Clock:
@@ -60,19 +63,20 @@ class _Clock:
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def seconds(self, start: Mark, end: Mark) -> float:
         """Seconds between two marks. Waits for the device to reach the second mark."""
-        if not self._cuda:
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            end.synchronize()
+            return start.elapsed_time(end) / 1000
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
 
 
 class Metrics:
@@ -84,7 +88,7 @@ class Metrics:
         self._steps_per_epoch = steps_per_epoch
         self._clock = _Clock(device)
         self._pending: list[_Pending] = []
-        self._started: Any = None
+        self._started: Mark | None = None
         self._num_steps = 0  # recorded since this start
         self._settled_bytes: int | None = None  # own resident size after SETTLED_STEPS
         self.further: dict[str, list[float]] = {}  # values for the next line, which has their means
@@ -206,7 +210,7 @@ def _copy(value: Tensor | float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def _put(row: Row, name: str, value: Any) -> None:
+def _put(row: Row, name: str, value: object) -> None:
     """Set a field. JSON has no NaN, so a value that is not finite becomes null and is listed in `non_finite`."""
     if isinstance(value, float) and not math.isfinite(value):
         row.setdefault("non_finite", {})[name] = str(value)
@@ -220,7 +224,7 @@ def has_diverged(first_loss: float | None, losses: Sequence[float]) -> bool:
     return bool(last) and first_loss is not None and statistics.median(last) > DIVERGED_RATIO * first_loss > 0
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -121,8 +121,8 @@ def refuse_on_many(cfg: RecipeConfig, size: int) -> int:
         "memory.float8_products=true": memory is not None and memory.float8_products,
         "lora.init=pissa": lora is not None and lora.init == "pissa",
     }
-    if found := [setting for setting, is_set in alone.items() if is_set]:
-        raise ValueError(f"{found[0]} supports one process only, and there are {size}. Leave it out.")
+    if unsupported := [setting for setting, is_set in alone.items() if is_set]:
+        raise ValueError(f"{unsupported[0]} supports one process only, and there are {size}. Leave it out.")
     return number
 
 

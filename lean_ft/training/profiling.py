@@ -7,14 +7,14 @@ The profiler is PyTorch's, with its waiting and warm-up steps. The trace names t
 recompile compiled layers. So with compile=true the trace has no modules, and kernels have the compiler's names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.utils.hooks import RemovableHandle
 
 from lean_ft.settings import RecipeConfig
 from lean_ft.system.log import say
@@ -53,7 +53,7 @@ class StepProfiler(Observer):
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profile: Any = profile(
+        self._profile = profile(
             activities=activities,
             schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
@@ -78,28 +78,28 @@ class StepProfiler(Observer):
         for hook in self._hooks:
             hook.remove()
 
-    def _write(self, profile: Any) -> None:
+    def _write(self, done: profile) -> None:
         if self._folder is None:
             return
-        profile.export_chrome_trace(str(self._folder / TRACE_FILE))
+        done.export_chrome_trace(str(self._folder / TRACE_FILE))
         own_time = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        table = profile.key_averages().table(sort_by=own_time, row_limit=_ROWS, max_name_column_width=60)
+        table = done.key_averages().table(sort_by=own_time, row_limit=_ROWS, max_name_column_width=60)
         (self._folder / OPERATIONS_FILE).write_text(table, encoding="utf-8")
         say("profile", f"{self._folder}: {TRACE_FILE}, {OPERATIONS_FILE}")
 
 
-def _name_modules(model: nn.Module) -> list[Any]:
+def _name_modules(model: nn.Module) -> list[RemovableHandle]:
     """Register hooks that name each module in the profile."""
-    hooks, open_names = [], list[Any]()
+    hooks, open_names = [], list[record_function]()
 
-    def opens(name: str) -> Any:
-        def open_name(module: nn.Module, inputs: Any) -> None:
+    def opens(name: str) -> Callable[[nn.Module, object], None]:
+        def open_name(module: nn.Module, inputs: object) -> None:
             open_names.append(record_function(_MODULE + name))
             open_names[-1].__enter__()
 
         return open_name
 
-    def close_name(module: nn.Module, inputs: Any, output: Any) -> None:
+    def close_name(module: nn.Module, inputs: object, output: object) -> None:
         open_names.pop().__exit__(None, None, None)
 
     for name, module in model.named_modules():

@@ -13,6 +13,7 @@ import safetensors
 import torch
 
 import lean_ft
+from lean_ft.data.batches import Batches
 from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
@@ -37,7 +38,7 @@ def settings_of(cfg: RecipeConfig) -> Settings:
     return {**settings, "optimizer.lr_ratios": redact_values(optimizer.lr_ratios)}
 
 
-def facts_that_ranks_share(cfg: RecipeConfig, batches: Any) -> Settings:
+def facts_that_ranks_share(cfg: RecipeConfig, batches: Batches) -> Settings:
     """The settings and data facts that must be equal on all ranks, by name."""
     data = {"data fingerprint": batches.fingerprint, "batches per epoch": batches.batches_per_epoch}
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
@@ -155,8 +156,8 @@ def record_start(
         "git_commit": git_commit(Path.cwd()),
         "data_fingerprint": data_fingerprint,
     }
-    for one in [one for value in named.values() for one in (value if isinstance(value, list) else [value])]:
-        function = one.get("function", one.get("format")) if isinstance(one, dict) else one
+    for entry in [entry for value in named.values() for entry in (value if isinstance(value, list) else [value])]:
+        function = entry.get("function", entry.get("format")) if isinstance(entry, dict) else entry
         if is_function_path(function) and (file := Path(function.rpartition(":")[0]).expanduser()).is_file():
             facts[f"hash of {redact(str(file))}"] = file_digest(function)
     if device.type == "cuda":
@@ -167,11 +168,11 @@ def record_start(
         facts["resumed_from"] = str(resumed_from)
     directory, facts = cfg.output_dir, redact_values(facts)
     settings = to_yaml(redact_values(cfg.model_dump(mode="json")))
-    for one in [one for one in PASSED if one in settings]:
-        source = redact(PASSED[one].source or "# Python does not have the source of this function.\n")
-        facts[one] = "passed from Python; this file of the directory has its source, without values that it captures"
-        (directory / one).parent.mkdir(exist_ok=True)
-        with write_whole(directory / one.rpartition(":")[0]) as temporary:
+    for passed in [passed for passed in PASSED if passed in settings]:
+        source = redact(PASSED[passed].source or "# Python does not have the source of this function.\n")
+        facts[passed] = "passed from Python; this file of the directory has its source, without values that it captures"
+        (directory / passed).parent.mkdir(exist_ok=True)
+        with write_whole(directory / passed.rpartition(":")[0]) as temporary:
             temporary.write_text(source, encoding="utf-8")
     comments = "".join(f"#   {on_one_line(f'{name}: {value}')}\n" for name, value in facts.items())
     text = f"# The resolved settings of this run; `leanft run RECIPE --config` reads this file.\n{comments}{settings}"

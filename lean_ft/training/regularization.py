@@ -36,10 +36,10 @@ def apply_regularization(model: Decoder, cfg: RecipeConfig) -> None:
 
 def check_applied(model: nn.Module, cfg: RecipeConfig) -> None:
     """Raise ValueError if a regularization setting is set and the recipe does not call `apply_regularization`."""
-    asked = [name for name in ("freeze", "train", "neftune_alpha") if getattr(cfg, name)]
-    if asked and model not in _applied:
+    ignored = [name for name in ("freeze", "train", "neftune_alpha") if getattr(cfg, name)]
+    if ignored and model not in _applied:
         raise ValueError(
-            f"{asked[0]} is set, and this recipe ignores it. In the recipe, call "
+            f"{ignored[0]} is set, and this recipe ignores it. In the recipe, call "
             "lean_ft.training.apply_regularization(model, cfg) before apply_memory; or leave the setting out."
         )
 
@@ -75,7 +75,7 @@ def add_embedding_noise(model: Decoder, alpha: float) -> None:
         nonlocal lengths
         lengths = text_lengths(**signature.bind(*args, **kwargs).arguments)
 
-    def add_noise(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:  # (B, T, D)
+    def add_noise(module: nn.Module, _: object, embedded: Tensor) -> Tensor:  # (B, T, D)
         if not (module.training and torch.is_grad_enabled()):
             return embedded
         scale = alpha / (lengths * embedded.shape[-1]).clamp(min=1).sqrt()

@@ -47,7 +47,7 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, TrainingFailed
 from lean_ft.training.checkpoint import check_can_save
-from lean_ft.training.checkpoints import Checkpoints, Place, Saved
+from lean_ft.training.checkpoints import Carried, Checkpoints, Place, Saved
 from lean_ft.training.commands import command_to_continue
 from lean_ft.training.evaluations import check_evaluations, describe_evaluation, missing_evaluations, run_eval_tasks
 from lean_ft.training.length import Length
@@ -92,7 +92,7 @@ class Run:
         tokenizer: Tokenizer,
         held_out: Iterable[Batch] | None = None,
         ranks: Ranks = ALONE,
-        carried: Any = None,
+        carried: Carried | None = None,
     ):
         self.cfg, self.model, self.optimizer, self.batches, self.tokenizer = cfg, model, optimizer, batches, tokenizer
         self.ranks, self._held_out = ranks, held_out
@@ -363,7 +363,7 @@ class Run:
             self._finish_step(stopping=False)
         return True
 
-    def log_evaluation(self, eval_loss: Tensor | float | None, **more: Any) -> None:
+    def log_evaluation(self, eval_loss: Tensor | float | None, **more: Tensor | float | str | None) -> None:
         """Write an evaluation's line: `eval_loss` (None if no held-out token has a label), and further numbers or
         text."""
         self._flush()
@@ -462,8 +462,8 @@ class Run:
 
     def _answer_held_out(self, when: str) -> None:
         """Have the model answer held-out questions, if `eval_answers` asks for it."""
-        asked, pattern = self.cfg.eval_answers, self.cfg.eval_pattern
-        say_answers(when, cast(Decoder, self.model), self.tokenizer, self._held_out, asked, pattern=pattern)
+        max_questions, pattern = self.cfg.eval_answers, self.cfg.eval_pattern
+        say_answers(when, cast(Decoder, self.model), self.tokenizer, self._held_out, max_questions, pattern=pattern)
 
     def _run_tasks(self) -> None:
         """Run `eval_tasks`, without an effect on the rest of the run."""

@@ -23,7 +23,7 @@ def shares_prompts(cfg: RecipeConfig) -> bool:
     assert longest is not None
     paths = [model.path] + ([] if value is None or value.path is None else [value.path])  # both read the same batches
     models = [empty_model(path, router_aux_loss_coef=model.router_aux_loss_coef) for path in paths]
-    why_not = next((reason for one in models if (reason := _why_not(one, longest))), "")
+    why_not = next((reason for config in models if (reason := _why_not(config, longest))), "")
     if wanted is True and why_not:
         raise ValueError(f"data.shared_prompt=true, but {why_not}. Set data.shared_prompt=false.")
     if wanted == "auto" and not why_not and models[0].router_aux_loss_coef:

@@ -32,6 +32,7 @@ from lean_ft.models.own_families import check_own_families
 from lean_ft.optim import scheduled
 from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
 from lean_ft.system.redaction import shown_as_given
@@ -210,10 +211,10 @@ def settled(cfg: ConfigT) -> Iterator[ConfigT]:
         yield hold_models(cfg)
         return
     is_launched, size = "TORCHELASTIC_RUN_ID" in os.environ, os.environ.get("WORLD_SIZE", "1")
-    asked, directory = cfg, cfg.output_dir
+    requested, directory = cfg, cfg.output_dir
 
     def choose() -> str:
-        directory, reason = choose_output_dir(asked, lock=True)
+        directory, reason = choose_output_dir(requested, lock=True)
         say("output_dir", f"{directory}: {reason}")
         return str(directory)
 
@@ -299,20 +300,20 @@ def hold_models(cfg: ConfigT, earlier: RecordedRun | None = None, *, log: bool =
     is_training = isinstance(cfg, RecipeConfig)
     recorded = {} if earlier is None else earlier.state.get("settings", {})
     held: dict[str, BaseModel] = {}
-    for (group, name), asked in models_of(cfg).items():
-        begun, folder = recorded.get(f"{group}.{name}"), Path(asked).expanduser()
-        label, kind, path = "hub", "commit", str(path_at_commit(asked, begun))
+    for (group, name), model_path in models_of(cfg).items():
+        begun, folder = recorded.get(f"{group}.{name}"), Path(model_path).expanduser()
+        label, version, path = "hub", "commit", str(path_at_commit(model_path, begun))
         # Recipes that do not train read run directories themselves, with their adapters.
-        if is_training and path == asked and list_checkpoints(folder):
+        if is_training and path == model_path and list_checkpoints(folder):
             resumes = begun is not None and Path(begun).parent == folder
-            label, kind = "run", "checkpoint"
+            label, version = "run", "checkpoint"
             path = begun if resumes else str(newest_whole(folder, "An earlier checkpoint is used."))
-        if path == asked:
+        if path == model_path:
             continue
         held[group] = (held.get(group) or getattr(cfg, group)).model_copy(update={name: path})
         if log and is_training:
             key = group if name == "path" else name  # model, teacher
-            say(label, f"{key} {path}{f', the {kind} that this run began with' if path == begun else ''}")
+            say(label, f"{key} {path}{f', the {version} that this run began with' if path == begun else ''}")
     return cfg.model_copy(update=held)
 
 
@@ -386,7 +387,7 @@ def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
     return [_change(key, before[key], now[key]) for key in keys if key in in_both and before[key] != now[key]]
 
 
-def _change(key: str, old: Any, new: Any) -> str:
+def _change(key: str, old: JSON, new: JSON) -> str:
     return f"{key}: {json.dumps(old)} then, {json.dumps(new)} now"
 
 

@@ -159,11 +159,11 @@ class Results:
         if self._step_seconds > 0:
             speed, targets = (n / self._step_seconds for n in (self._tokens, self._target_tokens))
             say("speed", f"{speed:,.0f} tokens/s, {targets:,.0f} target tokens/s")
-        kind = "allocated" if run.device.type != "cpu" else "resident"
+        memory_kind = "allocated" if run.device.type != "cpu" else "resident"
         growth = ""
         if (grown := self._rss_growth_bytes) is not None:
             growth = f"; resident {'+-'[grown < 0]}{gibibytes(abs(grown))} since step 10"
-        say("memory", f"peak {gibibytes(self._peak_memory_bytes)} {kind}{growth}")
+        say("memory", f"peak {gibibytes(self._peak_memory_bytes)} {memory_kind}{growth}")
         say("time", f"{duration(seconds)} for {counted(steps, 'steps')}, with evaluations and checkpoints")
         if run.checkpoint is not None:
             scores = isinstance(run.model, Decoder) and bool(run.model.config.num_scores)

@@ -39,7 +39,9 @@ def save_view(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -
     """
     tokenizer.save(folder)
     if variables := template_kwargs(settings):
-        write_templates(folder, {name: with_defaults(one, variables) for name, one in tokenizer.chat_templates.items()})
+        write_templates(
+            folder, {name: with_defaults(template, variables) for name, template in tokenizer.chat_templates.items()}
+        )
     for media in media_of_run(tokenizer.media, settings):
         for name in PROCESSOR_FILES:  # an adapter's folder has none yet
             if (tokenizer.folder / name).is_file() and not (folder / name).is_file():

@@ -24,7 +24,7 @@ TECHNIQUES = {
     *("models/few_rows.py", "generation/compiled_layers.py"),
 }
 ALLOWED = {
-    "memory/streamed_experts.py: own.stacks",  # a technique, too
+    "memory/streamed_experts.py: module.stacks",  # a technique, too
     # The planner's, while it rehearses: which layers it compiles depends on how these functions are made, and with it
     # planned peaks.
     "plan/trace.py: norm.forward",
@@ -36,7 +36,7 @@ ALLOWED = {
     # Parameters and modules by their names.
     "parallel/tensor.py: setattr(owner, name)",
     "peft/experts.py: setattr(experts, projection)",
-    "peft/lora.py: setattr(module, own)",
+    "peft/lora.py: setattr(module, projection)",
     "quantize/float8.py: setattr(owner, name)",
     "quantize/torchao_kinds.py: setattr(model.get_submodule(place), own)",
     # Other values: fields of records, a number with the name of a function, a mark of the compiler, a recipe's

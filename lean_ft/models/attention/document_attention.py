@@ -27,7 +27,7 @@ Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G
 a head, R = G * (queries of a block) rows, C keys that a block sees, P keys of a document including padding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -38,12 +38,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.attention.kernels import choose_kernel
-from lean_ft.models.attention.row_attention import Rows, Weights, attend_rows, attend_rows_backward
+from lean_ft.models.attention.row_attention import RowArguments, Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import is_on_cuda, wide_dtype
 from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
 from lean_ft.system.world import capability
 
+RowArgumentsAndLSE = tuple[*RowArguments, Tensor]
 _BLOCK_QUERIES = 64
 _SHORTEST_BLOCK = 16  # queries per block of shorter documents
 _KEY_SIZES = 32  # the most distinct numbers of keys among the blocks of a long document
@@ -102,7 +103,7 @@ _ROWS = (
     schema=f"(Tensor query, Tensor key, Tensor value, {_ROWS}) -> (Tensor, Tensor)",
 )
 @torch.autocast("cpu", enabled=False)
-def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: Any) -> tuple[Tensor, Tensor]:
+def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: *RowArguments) -> tuple[Tensor, Tensor]:
     """The result of `document_attention`, and the log-sum-exp (H, N) of `flash_kernels`, empty without them. rows: as
     `Rows`."""
     of_rows = Rows(*rows)
@@ -127,7 +128,7 @@ def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: Any) -
 
 
 @_document_attention.register_fake
-def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *args: Tensor | float | None) -> tuple[Tensor, Tensor]:
     shape = (query.shape[1], query.shape[0]) if args[-1] is not None or _has_kernels(query) else (0,)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty(shape, dtype=torch.float32)
@@ -135,7 +136,7 @@ def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 # Without a formula, a compiler that trades memory for arithmetic considers the op free.
 @register_flop_formula(torch.ops.lean_ft.document_attention)
-def _num_flops(query_shape: Any, *args: Any, **kwargs: Any) -> int:
+def _num_flops(query_shape: Sequence[int], *_: object, **__: object) -> int:
     """Two products of N * N * D multiplications and additions per head, as if all N tokens were one document."""
     num_tokens, num_heads, head_dim = query_shape
     return 4 * num_tokens * num_tokens * num_heads * head_dim
@@ -149,12 +150,16 @@ def _num_flops(query_shape: Any, *args: Any, **kwargs: Any) -> int:
 )
 @torch.autocast("cpu", enabled=False)
 def document_attention_backward(
-    grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rows_and_lse: Any
+    grad_out: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rows_and_lse: *RowArgumentsAndLSE,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and sinks (empty without sinks) from that of `_document_attention`'s
     results."""
-    *rows, lse = rows_and_lse
-    of_rows, wide = Rows(*rows), wide_dtype(query)
+    of_rows, lse, wide = Rows(*rows_and_lse[:-1]), rows_and_lse[-1], wide_dtype(query)
     sinks, key_bounds = of_rows.sinks, of_rows.key_bounds
     if query.is_cuda:
         if (kernels := _kernels(query, key_bounds)) is not None:
@@ -199,15 +204,22 @@ def document_attention_backward(
             if sink_weights is not None:  # a sink has no value, so delta is its whole gradient
                 grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
         for grad, of_seen in ((grad_key, grad_keys * softmax.scale), (grad_value, grad_values)):
-            before, own, _ = of_seen.transpose(0, 1).tensor_split((num_before, num_before + num_tokens))
-            grad[document] = own
+            before, within, _ = of_seen.transpose(0, 1).tensor_split((num_before, num_before + num_tokens))
+            grad[document] = within
             grad[prefix] += before  # the prefix's document was processed before
     return grad_query, grad_key, grad_value, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
 @document_attention_backward.register_fake
 def _(
-    grad_out: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, sinks: Tensor | None, *_: Any
+    grad_out: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu: Tensor,
+    sinks: Tensor | None,
+    *_: object,
 ) -> tuple[Tensor, ...]:
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     grad_sinks = query.new_empty(0, dtype=wide_dtype(query)) if sinks is None else torch.empty_like(sinks)
@@ -225,7 +237,7 @@ def _kernel_in_plan(capability: tuple[int, int], query: Tensor, of_rows: Rows) -
 
 
 def _launched(
-    capability: tuple[int, int], query: Tensor, key: Tensor, value: Tensor, *rows: Any
+    capability: tuple[int, int], query: Tensor, key: Tensor, value: Tensor, *rows: *RowArguments
 ) -> Launched | SlowPath:
     of_rows = Rows(*rows)
     kernel, why = _kernel_in_plan(capability, query, of_rows)
@@ -242,7 +254,7 @@ def _launched_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *rows_and_lse: Any,
+    *rows_and_lse: *RowArgumentsAndLSE,
 ) -> Launched | SlowPath:
     """PyTorch's flash attention sums the queries' gradient in float32, with each document padded to 128 tokens and each
     head to 32 or 64 features, and expands the gradients of keys and values to the query heads."""
@@ -265,12 +277,12 @@ def _launched_backward(
     return Launched(number, [*[query.nbytes] * 2 * is_grouped, sums])
 
 
-def _flops(longest_document: int, query: Tensor, *_: Any) -> int:
+def _flops(longest_document: int, query: Tensor, *_: object) -> int:
     """Two products of N x L x D per head; the causal mask halves each."""
     return 2 * query.numel() * longest_document
 
 
-def _flops_backward(longest_document: int, grad: Tensor, out: Tensor, query: Tensor, *_: Any) -> int:
+def _flops_backward(longest_document: int, grad: Tensor, out: Tensor, query: Tensor, *_: object) -> int:
     """Five products."""
     return 5 * query.numel() * longest_document
 
@@ -336,14 +348,14 @@ class _Block(NamedTuple):
 class _Softmax:
     """The attention weights of one document's queries (K, G, T, D) to its keys (K, P, D), a block at a time."""
 
-    def __init__(self, queries: Tensor, keys: Tensor, given: Rows, ends: Tensor | None) -> None:
+    def __init__(self, queries: Tensor, keys: Tensor, of_rows: Rows, ends: Tensor | None) -> None:
         self.ends = ends  # (T,), counted in the keys
         self.queries, self.dtype = queries, wide_dtype(queries)
         self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
         # (K, G, 1, 1)
-        self.sinks = None if given.sinks is None else given.sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
-        self.scale = queries.shape[-1] ** -0.5 if given.scale is None else given.scale
-        self.window, self.softcap = given.window, given.softcap
+        self.sinks = None if of_rows.sinks is None else of_rows.sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
+        self.scale = queries.shape[-1] ** -0.5 if of_rows.scale is None else of_rows.scale
+        self.window, self.softcap = of_rows.window, of_rows.softcap
 
     @torch.autocast("cuda", enabled=False)
     def __call__(self, block: _Block) -> Weights:

@@ -28,6 +28,20 @@ BLOCK_SCORES = 2**23  # scores of a block over all rows and heads, 32 MiB in flo
 _ALIGNED_QUERIES = 8  # blocks have a multiple of this number of queries, for tensor cores
 
 
+RowArguments = tuple[
+    Tensor,
+    Tensor | None,
+    float | None,
+    int | None,
+    float | None,
+    int,
+    Tensor | None,
+    Tensor | None,
+    int,
+    Tensor | None,
+]  # the fields of `Rows`, as an operator gets them
+
+
 class Rows(NamedTuple):
     """The documents of rows, and variants of causal softmax attention: the operator's arguments of
     `document_attention`."""

@@ -4,7 +4,6 @@ fields. `lean_ft.models.config_json` reads a config.json by its family's row. A 
 
 import re
 from dataclasses import fields
-from typing import Any
 
 from lean_ft.models.config import DecoderConfig, MixtureConfig
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURES
@@ -56,7 +55,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(model_type: Any) -> Family | None:
+def family_of(model_type: object) -> Family | None:
     """The row of a model_type, lean_ft's or the user's; None if there is neither. Raises ValueError if the user's is
     not a valid row."""
     if not isinstance(model_type, str):

@@ -10,8 +10,7 @@ Shapes: B rows, T tokens of a row, C channels, W taps of a channel.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.layers import ACTIVATIONS, wide_dtype
 from lean_ft.models.state.linear_attention import chunks, document_numbers, gradients_of, has_kernels, recurrent_cost
 from lean_ft.models.state.state_mixer import StateMixer
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
 
 _BLOCK = 128  # tokens of a row at a time
@@ -46,12 +46,12 @@ def causal_convolution(
 
 
 @causal_convolution.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @register_flop_formula(torch.ops.lean_ft.causal_convolution)
-def _num_flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+def _num_flops(x_shape: Sequence[int], weight_shape: Sequence[int], *_: object, **__: object) -> int:
     return 2 * math.prod(x_shape) * weight_shape[1]
 
 
@@ -62,8 +62,8 @@ def causal_convolution_backward(
     """The gradients of x, weight and bias (empty without a bias)."""
     documents = document_numbers(cu_seqlens, x.shape[1])
     if (kernel := _kernel(x, weight, activation)) is not None:
-        given = [x, weight] if bias is None else [x, weight, bias]
-        grads = gradients_of(lambda x, weight, bias=None: kernel(x, weight, bias, documents), given, grad)
+        tensors = [x, weight] if bias is None else [x, weight, bias]
+        grads = gradients_of(lambda x, weight, bias=None: kernel(x, weight, bias, documents), tensors, grad)
         return (*grads, x.new_empty(0))[:3]  # type: ignore[return-value]
     grad_x, wide = torch.empty_like(x, memory_format=torch.contiguous_format), wide_dtype(x)
     grad_weight, grad_bias = (x.new_zeros(shape, dtype=wide) for shape in (weight.shape, weight.shape[:1]))
@@ -83,22 +83,24 @@ def causal_convolution_backward(
             of_x[:, : seen.shape[1]].addcmul_(seen, weight[:, num_taps - 1 - back].to(wide))
             # This tap's inputs for the block's tokens
             earlier = slice(max(tokens.start - back, 0), max(tokens.stop - back, 0))
-            own = _within(grad_sum[:, earlier.start + back - tokens.start : num_own], documents, earlier, back)
-            grad_weight[:, num_taps - 1 - back] += (own * x[:, earlier]).sum((0, 1))
+            grads_of_tap = _within(grad_sum[:, earlier.start + back - tokens.start : num_own], documents, earlier, back)
+            grad_weight[:, num_taps - 1 - back] += (grads_of_tap * x[:, earlier]).sum((0, 1))
         grad_x[:, tokens] = of_x
         grad_bias += grad_sum[:, :num_own].sum((0, 1))
     return grad_x, grad_weight.to(weight.dtype), x.new_empty(0) if bias is None else grad_bias.to(bias.dtype)
 
 
 @causal_convolution_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *_: object) -> tuple[Tensor, ...]:
     grad_bias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     grads = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, weight))
     return *grads, grad_bias
 
 
 @register_flop_formula(torch.ops.lean_ft.causal_convolution_backward)
-def _num_flops_backward(grad_shape: Any, x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+def _num_flops_backward(
+    grad_shape: Sequence[int], x_shape: Sequence[int], weight_shape: Sequence[int], *_: object, **__: object
+) -> int:
     """The forward pass again, and as much for the gradients of inputs and of weights."""
     return 6 * math.prod(x_shape) * weight_shape[1]
 
@@ -107,13 +109,21 @@ register_cost(torch.ops.lean_ft.causal_convolution, recurrent_cost(causal_convol
 register_cost(torch.ops.lean_ft.causal_convolution_backward, recurrent_cost(causal_convolution_backward))
 
 
-def _save_for_backward(ctx: Any, inputs: Any, output: Tensor) -> None:
-    *given, ctx.activation = inputs
-    ctx.has_bias = given[2] is not None
-    ctx.save_for_backward(*given)
+class _ConvolutionContext(AutogradContext[Tensor, Tensor, Tensor | None, Tensor | None]):  # x, weight, bias, cu_seqlens
+    activation: str | None
+    has_bias: bool
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+_Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, str | None]  # of `causal_convolution`
+
+
+def _save_for_backward(ctx: _ConvolutionContext, inputs: _Inputs, output: Tensor) -> None:
+    x, weight, bias, cu_seqlens, ctx.activation = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight, bias, cu_seqlens)
+
+
+def _backward(ctx: _ConvolutionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
     *grads, grad_bias = causal_convolution_backward(grad, *ctx.saved_tensors, ctx.activation)
     return *grads, grad_bias if ctx.has_bias else None, None, None
 

@@ -23,7 +23,7 @@ and key), K and V features of a head, C tokens of a chunk, S segments of chunks.
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.layers import wide_dtype
+from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
 from lean_ft.system.installation import install_command
 from lean_ft.system.log import say
@@ -84,19 +85,21 @@ def linear_attention(
 
 
 @linear_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(value, memory_format=torch.contiguous_format), _room_for_states(key, value)
 
 
 @register_flop_formula(torch.ops.lean_ft.linear_attention)
-def _num_flops(query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any) -> int:
+def _num_flops(
+    query_shape: Sequence[int], key_shape: Sequence[int], value_shape: Sequence[int], *rest: object, **named: object
+) -> int:
     """Per token and head: products within a chunk, 2 C (K + V), and two with the state, 4 K V. Corrections add C (2 K +
     V) and 2 K V."""
     corrects = False not in (*rest, *named.values())
     return _products(key_shape, value_shape, (4, 3, 6) if corrects else (2, 2, 4))
 
 
-def _products(key_shape: Any, value_shape: Any, per_token: tuple[int, int, int]) -> int:
+def _products(key_shape: Sequence[int], value_shape: Sequence[int], per_token: tuple[int, int, int]) -> int:
     """The operations of these numbers of C K, C V and K V products per token and head."""
     *positions, value_dim = value_shape
     key_dim, (with_key, with_value, with_both) = key_shape[-1], per_token
@@ -122,8 +125,8 @@ def linear_attention_backward(
         grads = gradients_of(lambda *leaves: kernel(*leaves, cu_seqlens, None)[0], arguments, grad_out)
         return *(grad.unflatten(2, (key.shape[2], -1)).sum(3) for grad in grads[:2]), *grads[2:]  # type: ignore[return-value]
     tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
-    given = (query, key, value, log_decay, beta)
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
+    differentiable = (query, key, value, log_decay, beta)
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in differentiable)
     num_tokens, grad_state = query.shape[1], tokens_of.empty_state()
     with torch.autocast(query.device.type, enabled=False):
         for start in reversed(range(0, num_tokens, SEGMENT)):
@@ -143,14 +146,21 @@ def linear_attention_backward(
 
 
 @linear_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, *_: Any) -> Any:
-    given = (query, key, value, log_decay, beta)
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, *_: object
+) -> tuple[Tensor, ...]:
+    differentiable = (query, key, value, log_decay, beta)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in differentiable)
 
 
 @register_flop_formula(torch.ops.lean_ft.linear_attention_backward)
 def _num_flops_backward(
-    grad_shape: Any, query_shape: Any, key_shape: Any, value_shape: Any, *rest: Any, **named: Any
+    grad_shape: Sequence[int],
+    query_shape: Sequence[int],
+    key_shape: Sequence[int],
+    value_shape: Sequence[int],
+    *rest: object,
+    **named: object,
 ) -> int:
     """Two products for each of the forward pass, and each chunk computed twice again: for the states in between, and
     for the gradients."""
@@ -174,13 +184,23 @@ register_cost(torch.ops.lean_ft.linear_attention, recurrent_cost(linear_attentio
 register_cost(torch.ops.lean_ft.linear_attention_backward, recurrent_cost(linear_attention_backward, is_attention=True))
 
 
-def _save_for_backward(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    *given, _, ctx.corrects = inputs
-    ctx.save_for_backward(*given, output[1])
+class _RecurrenceContext(
+    # query, key, value, log_decay, beta, cu_seqlens, and the states
+    AutogradContext[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
+):
+    corrects: bool
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]  # of `linear_attention`
+
+
+def _save_for_backward(ctx: _RecurrenceContext, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, log_decay, beta, cu_seqlens, _, ctx.corrects = inputs
+    ctx.save_for_backward(query, key, value, log_decay, beta, cu_seqlens, output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: _RecurrenceContext, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     return *linear_attention_backward(grad_out, *ctx.saved_tensors, ctx.corrects), None, None, None
 
 
@@ -216,22 +236,22 @@ class _Tokens(NamedTuple):
 class _Chunk:
     """Consecutive tokens and the state before them; all tensors are (B, H, C, ...)."""
 
-    def __init__(self, given: _Tokens, tokens: slice, state: Tensor) -> None:
-        self.state, self.group, self.corrects = state, given.group, given.corrects
-        query, key, value = (given.of(x, tokens) for x in (given.query, given.key, given.value))
-        log_decay = given.of(given.log_decay, tokens)  # (B, H, C)
+    def __init__(self, arguments: _Tokens, tokens: slice, state: Tensor) -> None:
+        self.state, self.group, self.corrects = state, arguments.group, arguments.corrects
+        query, key, value = (arguments.of(x, tokens) for x in (arguments.query, arguments.key, arguments.value))
+        log_decay = arguments.of(arguments.log_decay, tokens)  # (B, H, C)
         sees = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
         self.sees, continues = sees, None
-        if given.documents is not None:
-            own = given.documents[:, None, tokens]  # (B or 1, 1, C)
-            self.sees = sees & (own[..., None] == own[..., None, :])
-            continues = own == given.documents[:, None, max(tokens.start - 1, 0), None]
+        if arguments.documents is not None:
+            documents = arguments.documents[:, None, tokens]  # (B or 1, 1, C)
+            self.sees = sees & (documents[..., None] == documents[..., None, :])
+            continues = documents == arguments.documents[:, None, max(tokens.start - 1, 0), None]
         # Summed per document. Differences of a sum over all documents would depend on the others' rounding.
         total = (log_decay[..., None, :] * self.sees).sum(-1)  # (B, H, C): since the start of the chunk or document
         self.decay = (total[..., None] - total[..., None, :]).masked_fill(~self.sees, float("-inf")).exp()
         self.of_state = (total.exp() if continues is None else total.exp() * continues)[..., None]  # (B, H, C, 1)
         self.to_state = self.decay[..., -1, :, None]  # (B, H, C, 1)
-        self.beta, self.scale = given.of(given.beta, tokens)[..., None], query.shape[-1] ** -0.5
+        self.beta, self.scale = arguments.of(arguments.beta, tokens)[..., None], query.shape[-1] ** -0.5
         if self.corrects:
             self.query_inverse, self.key_inverse = (_inverse_length(x) for x in (query, key))
             query, key = query * (self.query_inverse * self.scale), key * self.key_inverse
@@ -339,7 +359,13 @@ def delta_rule_kernel(value: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | N
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 
     def kernel(
-        query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, cu_seqlens: Any, state: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor | None,
+        state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         return chunk_gated_delta_rule(
             *(query, key, value),
@@ -369,10 +395,10 @@ def gradients_of(kernel: Callable[..., Tensor], arguments: list[Any], grad: Tens
 @cache
 def has_kernels() -> bool:
     """Whether flash-linear-attention and causal-conv1d are installed; logs a warning once if not."""
-    found = all(importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d"))
-    if not found:
+    are_installed = all(importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d"))
+    if not are_installed:
         say(
             "WARNING",
             f"recurrent layers are slow without their CUDA kernels. Run {install_command('hybrid')}",
         )
-    return found
+    return are_installed

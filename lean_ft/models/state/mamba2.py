@@ -9,8 +9,6 @@ Source: Dao and Gu 2024, https://arxiv.org/abs/2405.21060.
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from lean_ft.models.config import DecoderConfig, Mamba2Config
 from lean_ft.models.layers import RMSNorm, gated, in_dtype, wide
 from lean_ft.models.state.convolution import Convolution
 from lean_ft.models.state.state_mixer import Recurrence, StateMixer, log_decay_of, read_state
+from lean_ft.system.autograd import AutogradContext
 
 
 class Mamba2(StateMixer):
@@ -72,30 +71,33 @@ class _Skip(torch.autograd.Function):
     """read + weight * value in float32, for (B, T, H, V) and a weight per head."""
 
     @staticmethod
-    def forward(ctx: Any, read: Tensor, value: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext[Tensor, Tensor], read: Tensor, value: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(value, weight)
         return in_dtype(torch.addcmul(wide(read), wide(value), wide(weight)[:, None]), read.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: AutogradContext[Tensor, Tensor], *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (grad,) = grads
         value, weight = ctx.saved_tensors
         grad_weight = (wide(grad) * value).sum((0, 1, 3)).to(weight.dtype)
         return grad, (wide(grad) * weight[:, None]).to(value.dtype), grad_weight
 
 
+_GatedNormContext = AutogradContext[Tensor, Tensor, Tensor, Tensor]  # x, gate, weight, scale
+
+
 class _GatedNorm(torch.autograd.Function):
     """norm(x * silu(gate)) in float32, in groups of features of x (B, T, H V); keeps only x and gate for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+    def forward(ctx: _GatedNormContext, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
         product = (wide(x) * F.silu(wide(gate))).unflatten(-1, (num_groups, -1))
         scale = torch.rsqrt(product.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, gate, weight, scale)
         return in_dtype((product * scale).flatten(-2) * weight, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: _GatedNormContext, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         (grad,) = grads
         x, gate, weight, scale = ctx.saved_tensors
         open_gate, wide_gate, grad = F.silu(wide(gate)), wide(gate), wide(grad)

@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values, K and V features of a head.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ class StateMixer(nn.Module):
         sin: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: StateCache | None = None,
-        sight: Any = None,
+        sight: None = None,
     ) -> Tensor:
         """Mix hidden states (B, T, D); returns the same shape. cos and sin are ignored."""
         assert sight is None
