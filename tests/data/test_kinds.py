@@ -11,7 +11,7 @@ from lean_ft.data.kinds import Kind, kinds_in, next_cut
 from lean_ft.data.largest import largest_batch
 from lean_ft.images.rules import image_rules
 from lean_ft.models import load_model
-from lean_ft.settings import SFTDataConfig
+from lean_ft.settings import ImagesMode, SFTDataConfig
 from tests.training.image_runs import model_folder
 
 
@@ -40,11 +40,13 @@ def test_a_cut_fits_all_kinds_of_a_document():
 @torch.no_grad()
 def test_a_frozen_tower_encodes_a_batch_once_and_a_trained_one_in_each_pass(tmp_path: Path):
     folder = model_folder("qwen3_vl", tmp_path)
-    for images, passes in (("frozen", 1), ("train", 2)):
+    modes: dict[ImagesMode, int] = {"frozen": 1, "train": 2}
+    data = SFTDataConfig.model_validate({"source": "unread", "max_length": 64})
+    for images, passes in modes.items():
         model, calls = load_model(folder, images=images), list[int]()
         assert model.vision is not None
         model.vision.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        batch = largest_batch(SFTDataConfig(source="unread", max_length=64), 2, kinds=[ImageKind(image_rules(folder))])
+        batch = largest_batch(data, 2, kinds=[ImageKind(image_rules(folder))])
         before = model(**batch.inputs)
         calls.clear()
         batch.encode_once(model)
