@@ -128,6 +128,9 @@ class PlannedWorld(World):
         """The first `shown` parts. The last of them is charged the time of all that follow."""
         return self.trace.time.charged(parts[:shown], shown - 1, len(parts) - shown)
 
+    def kernel(self, name: str, compute: Callable[[], T], inputs: Sequence[Tensor], launches: int) -> T:
+        return self.trace.kernel(name, compute, inputs, launches)
+
     def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:
         if activation_budget is not None:  # the planner's backend reads the process-wide setting
             functorch_config.activation_memory_budget = activation_budget

@@ -11,9 +11,12 @@ A recipe, also a copied and edited one, is planned as it is written, as long as 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lean_ft.system.observer import Observer
+
+if TYPE_CHECKING:  # commands that train nothing do not wait for torch
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -89,6 +92,10 @@ class World:
         """The parts of a loop that all do the same work after the first `shown`. A plan runs `shown` of them."""
         return parts
 
+    def kernel(self, name: str, compute: Callable[[], T], inputs: Sequence["Tensor"], launches: int) -> T:
+        """Return what a GPU computes in so many launches. A plan counts these, and not the operations of `compute`."""
+        return compute()
+
 
 _world: ContextVar[World] = ContextVar("world", default=World())  # noqa: B039  the real world has no state
 
@@ -116,6 +123,12 @@ def device_type(device: Any) -> str:
 def capability(device: Any) -> tuple[int, int]:
     """The compute capability of a CUDA device; in a plan, of the planned card."""
     return world().capability(device)
+
+
+def as_kernel(name: str, compute: Callable[[], T], inputs: Sequence["Tensor"], *, launches: int = 1) -> T:
+    """Return `compute()`, which a GPU has a kernel for. Plans count the kernel's launches, its inputs and its results
+    under this name."""
+    return world().kernel(name, compute, inputs, launches)
 
 
 def in_chunks(total: int, size: int, shown: int = 1) -> Iterator[slice]:
