@@ -11,12 +11,22 @@ A recipe, also a copied and edited one, is planned as it is written, as long as 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lean_ft.system.observer import Observer
 
 if TYPE_CHECKING:  # commands that train nothing do not wait for torch
+    from pathlib import Path
+
+    import torch
     from torch import Tensor
+
+    from lean_ft.data import Batch
+    from lean_ft.models import Decoder
+    from lean_ft.settings import ParallelConfig, RecipeConfig
+    from lean_ft.system.shards import Ranks
+    from lean_ft.tokenizers import Tokenizer
+    from lean_ft.training import Run
 
 T = TypeVar("T")
 
@@ -26,11 +36,16 @@ class World:
 
     observer = Observer()  # of runs, optimizers and rounds of completions
 
-    def start(self, cfg: Any, prepare: Callable[[Any], T]) -> T:
+    def start(self, cfg: "RecipeConfig", prepare: Callable[["RecipeConfig"], "torch.device"]) -> "torch.device":
         """Prepare this process for a run with `cfg`, and return its device."""
         return prepare(cfg)
 
-    def join(self, cfg: Any, device: Any, connect: Callable[[Any, Any], T]) -> T:
+    def join(
+        self,
+        cfg: "ParallelConfig",
+        device: "torch.device",
+        connect: Callable[["ParallelConfig", "torch.device"], "Ranks"],
+    ) -> "Ranks":
         """Connect to the other processes of the run, and return the ranks. `cfg`: the `parallel` settings."""
         return connect(cfg, device)
 
@@ -38,21 +53,21 @@ class World:
         """Return what depends on the contents of files or on a user's code. A plan calls `instead`."""
         return contents()
 
-    def tokenizer(self, load: Callable[[], T], images_of: Any) -> T:
+    def tokenizer(self, load: Callable[[], "Tokenizer"], images_of: "str | Path | None") -> "Tokenizer":
         """Load a tokenizer. A plan loads it on first use, since it may not need one; images_of: the path of a model
         with images, or None."""
         return load()
 
-    def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
+    def batches(self, read: Callable[[], T], largest: Callable[[], "Batch"]) -> T:
         """Return training and held-out batches. In a plan, each batch is made by `largest`."""
         return read()
 
-    def fill(self, model: Any, open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
+    def fill(self, model: "Decoder", open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
         """Fill a model on the meta device. `open_weights` returns a function that sets one parameter by its name, which
         `fill` gets. A plan opens no weights."""
         fill(open_weights())
 
-    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
+    def generate(self, model: "Decoder", rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         """Return the `rows` to sample together in a cache of `capacity` tokens: none in a plan, which has done it then.
         `packed_bytes`: memory for packed copies of the weights. `copies`: 2 if rows can wait, which then take a second
         cache."""
@@ -62,7 +77,7 @@ class World:
         """Prepare the compiler for layers that keep this share of their activations."""
         prepare()
 
-    def begin_run(self, run: Any, begin: Callable[[], None]) -> None:
+    def begin_run(self, run: "Run", begin: Callable[[], None]) -> None:
         """Begin a run in its directory."""
         begin()
 
@@ -70,11 +85,11 @@ class World:
         """The steps of a run; in a plan, one step."""
         return loop()
 
-    def device_type(self, device: Any) -> str:
+    def device_type(self, device: "torch.device") -> str:
         """The type of a tensor's device. In a plan, the tensors are on the CPU, and the planned device may be a GPU."""
         return device.type
 
-    def capability(self, device: Any) -> tuple[int, int]:
+    def capability(self, device: "torch.device") -> tuple[int, int]:
         """The compute capability of a CUDA device."""
         import torch
 
@@ -115,12 +130,12 @@ def inside(other: World) -> Iterator[None]:
         _world.reset(token)
 
 
-def device_type(device: Any) -> str:
+def device_type(device: "torch.device") -> str:
     """The type of a tensor's device; in a plan, the type of the planned device."""
     return world().device_type(device)
 
 
-def capability(device: Any) -> tuple[int, int]:
+def capability(device: "torch.device") -> tuple[int, int]:
     """The compute capability of a CUDA device; in a plan, of the planned card."""
     return world().capability(device)
 
