@@ -13,11 +13,15 @@ function below.
 import contextlib
 from collections.abc import Callable, Iterator
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:  # commands that train nothing do not wait for torch
     import torch
     from torch import Tensor, nn
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class PrivateName(NamedTuple):
@@ -180,6 +184,11 @@ PRIVATE_NAMES = {
     "local_rows": PrivateName(
         "torch.distributed.tensor:DTensor._local_tensor", "read a rank's rows without an autograd node", _CUTS
     ),
+    "constant_for_compiler": PrivateName(
+        "torch._dynamo:assume_constant_result",
+        "let the compiler keep an answer that it cannot trace",
+        "compile=true fails in norms",
+    ),
     "uncompiled": PrivateName(
         "torch.nn:Module._compiled_call_impl",
         "sample from layers compiled for training",
@@ -232,6 +241,13 @@ def python_function(operator: Any) -> Callable[..., Any]:
 def local_rows(tensor: "Tensor") -> "Tensor":
     """Return the rows of a sharded tensor that are on this rank, on the same memory; a plain tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def constant_for_compiler(function: Function) -> Function:
+    """Mark a function whose result compiled code keeps, as `torch.compiler.assume_constant_result` does, which imports
+    the compiler."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 @contextlib.contextmanager

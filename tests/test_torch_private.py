@@ -189,6 +189,13 @@ def _uncompiled() -> bool:
     return layer._compiled_call_impl is compiled is not None
 
 
+def _constant_for_compiler() -> bool:
+    answers = [1, 2]
+    answer = torch_private.constant_for_compiler(lambda: answers.pop(0))
+    compiled = torch.compile(lambda x: x + answer(), backend="eager", fullgraph=True)
+    return [compiled(torch.zeros(())).item() for _ in range(3)] == [1, 1, 1] and answers == [2]
+
+
 def _version() -> bool:
     tensor = torch.ones(2)
     before = torch_private.version_of(tensor)
@@ -248,6 +255,7 @@ USES = {
     "version_of": _version,
     "storage_key": _storage,
     **dict.fromkeys(["next_node_number", "backward_node_number"], _node_numbers),
+    "constant_for_compiler": _constant_for_compiler,
     "uncompiled": _uncompiled,
     **dict.fromkeys(["pack_linear", "packed_linear"], _packed_linear),
     **dict.fromkeys(["pack_int8_linear", "int8_linear"], _int8_linear),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lean_ft.models import Decoder, DecoderConfig
 from lean_ft.models.block import Pass
-from lean_ft.torch_private import dynamo, uncompiled
+from lean_ft.torch_private import uncompiled
 
 MOST_KINDS = 64  # compiled kinds of layers and batches; beyond this number the compiler falls back to eager mode
 
@@ -49,6 +49,8 @@ def _is_plain(config: DecoderConfig, i: int) -> bool:
 
 
 def _forward(layer: nn.Module, hidden: Tensor, context: Pass) -> Any:
+    from lean_ft.torch_private import dynamo
+
     attention: Any = layer.self_attn
     kept, _ = context.cache
     assert kept is not None, "generation has a cache"

@@ -19,7 +19,6 @@ from torch import nn
 
 from lean_ft.system.environment import without_current_folder
 from lean_ft.system.world import world
-from lean_ft.torch_private import dynamo, functorch_config, lookup_backend, pick_vec_isa
 
 # Within a checkpoint, the compiler of torch 2.11 keeps the results of an `autograd.Function`'s operations.
 _FORGETS_CHECKPOINTS = torch.__version__.startswith("2.11.")
@@ -31,6 +30,8 @@ def compile_layers(model: nn.Module, activation_budget: float | None = None) -> 
     `activation_budget` is the share of a layer's activations to keep, 0 to 1; None is the compiler's default, 1. Raises
     ValueError if the model has no `layers`.
     """
+    from lean_ft.torch_private import dynamo, pick_vec_isa
+
     layers = decoder_layers(model, "compile_layers")
     if _FORGETS_CHECKPOINTS and all(getattr(layer, "checkpoint_keeps", None) == "nothing" for layer in layers):
         activation_budget = 0.0
@@ -59,6 +60,8 @@ def decoder_layers(model: nn.Module, technique: str) -> nn.ModuleList:
 @cache
 def _inductor_within(budget: float) -> Callable[..., Any]:
     """Inductor with the budget set only while it compiles, because the setting is process-wide."""
+    from lean_ft.torch_private import functorch_config, lookup_backend
+
     inductor = lookup_backend("inductor")
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

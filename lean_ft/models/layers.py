@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
-from lean_ft.system.world import device_type
-from lean_ft.torch_private import graph_is_kept
+from lean_ft.system.world import as_kernel, device_type
+from lean_ft.torch_private import constant_for_compiler, graph_is_kept
 
 
 class RMSNorm(nn.Module):
@@ -40,10 +40,9 @@ class RMSNorm(nn.Module):
         if self.num_groups > 1:
             x, weight = (part.unflatten(-1, (self.num_groups, -1)) for part in (x, self.weight))
             return RMSNormFunction.apply(x, weight, self.eps, self.weight_offset).flatten(-2)
-        # On CUDA PyTorch's fused kernel keeps as little; with two dtypes it would copy to the wider one and return
-        # that.
-        if x.is_cuda and self.weight_offset == 0.0 and x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # With two dtypes PyTorch's kernel would copy to the wider one and return that.
+        if self.weight_offset == 0.0 and x.dtype == self.weight.dtype and is_on_cuda(x):
+            return _rms_norm_on_gpu(x, self.weight, self.eps)
         return RMSNormFunction.apply(x, self.weight, self.eps, self.weight_offset)
 
 
@@ -75,6 +74,20 @@ class RMSNormFunction(torch.autograd.Function):
         # The gradient's component along x changes only the length of x, which the norm removes.
         grad_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
         return grad_x.to(x.dtype), grad_weight, None, None
+
+
+class _PlannedRMSNorm(RMSNormFunction):
+    """PyTorch's RMSNorm on a GPU, in a plan of uncompiled layers: a kernel, and one or two for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+        compute = partial(RMSNormFunction.forward, ctx, x, weight, eps, weight_offset)
+        return as_kernel("rms_norm", compute, (x, weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        compute = partial(RMSNormFunction.backward, ctx, *grads)
+        return as_kernel("rms_norm", compute, grads, launches=1 + ctx.needs_input_grad[1])
 
 
 class LayerNorm(nn.LayerNorm):
@@ -134,9 +147,18 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
     """RMSNorm without a weight."""
-    if x.is_cuda:  # under autocast it comes in float32
-        return F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+    if is_on_cuda(x):  # under autocast it comes in float32
+        return _rms_norm_on_gpu(x, None, eps).to(x.dtype)
     return RMSNormFunction.apply(x, x.new_ones(()), eps, 0.0)
+
+
+def _rms_norm_on_gpu(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm by PyTorch's kernel, which keeps as little for backward as `RMSNormFunction`."""
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    # A planned GPU, whose tensors are on the CPU. The compiler makes kernels of its own.
+    norm = RMSNormFunction if torch.compiler.is_compiling() else _PlannedRMSNorm
+    return norm.apply(x, x.new_ones(()) if weight is None else weight, eps, 0.0)
 
 
 def _with_offset(weight: Tensor, offset: float) -> Tensor:
@@ -157,7 +179,7 @@ def is_on_cuda(x: Tensor) -> bool:
     return x.is_cuda or _plans_a_gpu()
 
 
-@torch.compiler.assume_constant_result  # the compiler cannot trace the question
+@constant_for_compiler  # it cannot trace the question
 def _plans_a_gpu() -> bool:
     return device_type(torch.device("cpu")) == "cuda"
 

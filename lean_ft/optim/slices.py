@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from lean_ft.optim.rule import ParameterState, StepInfo
 from lean_ft.system.world import in_chunks
-from lean_ft.torch_private import dynamo
 
 CPU_SLICE = 1 << 17  # elements: 512 KiB of float32, a fraction of a core's L2 cache
 CPU_COMPILED_SLICE = 1 << 20
@@ -85,6 +84,8 @@ class Sliced:
         """
         part = part.data
         if device_type != "cpu" and span < self._block:
+            from lean_ft.torch_private import dynamo
+
             part = part.view(-1, self._block // span)
             dynamo.mark_static(part, 1)
         return part

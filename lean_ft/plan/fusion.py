@@ -13,9 +13,9 @@ input later. Without these two rules, the planned peaks of some presets are off 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -53,7 +53,7 @@ _SHORT_ROW = 1024  # values that Inductor reduces in the kernel that also writes
 def fusing_backend(trace: Trace) -> Callable:
     """A torch.compile backend whose compiled graphs report memory and time to `trace`."""
 
-    def compiler(graph: fx.GraphModule, inputs: Any, is_backward: bool) -> Callable:
+    def compiler(graph: fx.GraphModule, inputs: object, is_backward: bool) -> Callable:
         # AOTAutograd copies a tensor before an operation writes to it; Inductor does not if nothing reads it later.
         reinplace_operations(graph.graph)
         decompose_auto_functionalized(graph.graph)
@@ -96,7 +96,7 @@ class _Kernels:
         own = self._stored - returned | {inputs[i] for i in donated}
         self._written_over = {} if trace.device.is_cpu else _written_over(self._dead_after, self._reads, own, together)
         self._is_tuned = False
-        self._known: dict[Any, _Known] = {}  # by the shapes of the inputs
+        self._known: dict[tuple[object, ...], _Known] = {}  # by the shapes of the inputs
 
     def __call__(self, arguments: list[Any]) -> Any:
         trace, values = self._trace, {}
@@ -110,9 +110,11 @@ class _Kernels:
         for node, value in zip(placeholders, arguments, strict=True):
             values[node] = value
         arguments.clear()
+        args: Sequence[Any]
+        kwargs: Mapping[str, Any]
         result: Any = None
         for node in self._nodes:
-            args = kwargs = None  # frees dead values
+            args, kwargs = (), {}  # frees dead values
             if node.op == "get_attr":
                 values[node] = getattr(self._module, str(node.target))
             elif node.op == "output":
@@ -140,7 +142,7 @@ class _Kernels:
                     if not self._is_tuned and not _is_opaque(node):
                         trace.memory.tune()
                     if is_exchange:
-                        trace.exchange(node.target, args)
+                        trace.exchange(cast(OpOverload, node.target), args)
                     else:
                         if is_new:
                             known.costs[node] = self._cost(node, args, kwargs, values)
@@ -157,9 +159,11 @@ class _Kernels:
             known.skip_unneeded(self._nodes, self._stored | set(self._written_over.values()))
         return result
 
-    def _cost(self, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> Charge | None:
+    def _cost(
+        self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[fx.Node, object]
+    ) -> Charge | None:
         if _is_opaque(node):
-            return self._trace.cost(node.target, args, kwargs, values[node], _module(node))
+            return self._trace.cost(cast(OpOverload, node.target), args, kwargs, values[node], _module(node))
         if _is_view(node):
             return None
         sources = [values[source] for source in self._read_first[node] if source in values]
@@ -182,7 +186,7 @@ class _Known:
         self.costs: dict[fx.Node, Charge | None] = {}
         self.skipped: set[fx.Node] = set()
 
-    def add(self, node: fx.Node, values: dict[fx.Node, Any], trace: Trace) -> None:
+    def add(self, node: fx.Node, values: Mapping[fx.Node, object], trace: Trace) -> None:
         """Note what the value of a node is."""
         value, storages = values[node], _storages(values[node])
         for source in node.all_input_nodes:
@@ -193,7 +197,7 @@ class _Known:
                 elif trace.memory.counts(value):
                     self.counted.add(node)
                 return
-        if type(value) is FakeTensor:
+        if isinstance(value, Tensor) and type(value) is FakeTensor:
             make = partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
             if make().untyped_storage().nbytes() == value.untyped_storage().nbytes():
                 self.made[node] = make
@@ -207,7 +211,7 @@ class _Known:
         self.skipped = {node for node in nodes if node.op == "call_function"} - needed
 
 
-def _storages(value: Any) -> set[int]:
+def _storages(value: object) -> set[int]:
     return {storage_key(tensor.untyped_storage()) for tensor in tree_iter(value) if isinstance(tensor, Tensor)}
 
 
@@ -218,7 +222,7 @@ def _module(node: fx.Node) -> str:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    target: Any = node.target
+    target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
     if target.namespace not in ("aten", "prims"):
@@ -227,7 +231,7 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    target: Any = node.target
+    target = node.target
     return node.op == "call_function" and (
         not isinstance(target, OpOverload) or target.is_view or "view" in target.__name__
     )

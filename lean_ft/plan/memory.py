@@ -31,7 +31,7 @@ from lean_ft.plan.kernels import first_factor
 from lean_ft.plan.labels import label_of_caller
 from lean_ft.plan.result import Peak
 from lean_ft.system.shards import local
-from lean_ft.torch_private import storage_key, tree_iter
+from lean_ft.torch_private import OpOverload, storage_key, tree_iter
 
 FREED = "freed, not given back"  # the label of free memory on a CPU's heap
 
@@ -76,7 +76,7 @@ class Memory:
         label = None if self._label_is_set else label_of_caller()
         return (self.label, self.where) if label is None else (label, label)
 
-    def note(self, tensors: Any, written: bool = True) -> None:
+    def note(self, tensors: object, written: bool = True) -> None:
         """Count the new storages of `tensors` (any nesting), until each is freed.
 
         Storages that are not `written` yet count as `write` fills them.
@@ -105,11 +105,11 @@ class Memory:
             known.block = allocator.allocate(num_bytes)
         self._count(known, resident_bytes)
 
-    def counts(self, tensors: Any) -> bool:
+    def counts(self, tensors: object) -> bool:
         """Whether the storage of each tensor is counted already."""
         return all(self._known(tensor) is not None for tensor in tree_iter(tensors) if isinstance(tensor, Tensor))
 
-    def write(self, tensors: Any) -> None:
+    def write(self, tensors: object) -> None:
         """Count data written to known storages. A part written twice counts as two parts."""
         for tensor in tree_iter(tensors):
             known = self._known(tensor) if isinstance(tensor, Tensor) else None
@@ -172,7 +172,7 @@ class Memory:
             self._count(storage, 0)
             allocator.free(storage.block)
 
-    def inside(self, func: Any, args: Any) -> list[int]:
+    def inside(self, func: OpOverload, args: Sequence[Any]) -> list[int]:
         """Sizes of the temporary tensors inside an operation, in bytes: a CPU that computes 16-bit products in float32
         converts the operands in blocks."""
         first = first_factor(func) if self.device.is_cpu else None

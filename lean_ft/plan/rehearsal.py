@@ -59,7 +59,6 @@ def rehearse(
             _quiet(),
             functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
             torch.compiler.set_stance("default", force_backend=fusing_backend(trace)),
-            trace.fused_norms(),
             planned.fake_mode,
             trace,
         ):

@@ -9,7 +9,7 @@ their links.
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from lean_ft.plan.memory import num_bytes
 from lean_ft.plan.result import Launches
 from lean_ft.plan.traffic import SentBytes
 from lean_ft.system.costs import Launched, cost_of
-from lean_ft.torch_private import backward_node_number, next_node_number, tree_iter
+from lean_ft.torch_private import OpOverload, backward_node_number, next_node_number, tree_iter
 
 T = TypeVar("T")
 
@@ -75,7 +75,9 @@ class Time:
         self.module_names: dict[int, str] = {}  # by id
         self._module_of_node: dict[int, str] = {}  # by the sequence number of autograd
 
-    def kernel(self, func: Any, args: Any, kwargs: Any, result: Any, found: Launched) -> tuple[str, Kernel | None]:
+    def kernel(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object, found: Launched
+    ) -> tuple[str, Kernel | None]:
         """The name of an operation and its kernel; None if it neither computes nor moves data."""
         name = str(func.overloadpacket).removeprefix("aten.")
         read = args[1:] if name in _GATHERING else args
@@ -154,14 +156,14 @@ class Time:
         spent = self.spent
         return max(spent.seconds, spent.launch_seconds, spent.link_seconds, spent.exchange_seconds)
 
-    def _product_itemsize(self, result: Any) -> int:
+    def _product_itemsize(self, result: object) -> int:
         """Bytes per element in the products that gave `result`."""
         first = next((tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)), None)
         if first is None:
             return 2
         return 4 if first.dtype in self._converted else first.element_size()
 
-    def _flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    def _flops(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> float:
         cost, count = cost_of(func.overloadpacket), flop_registry.get(func.overloadpacket)
         if cost is not None and cost.flops is not None:
             return cost.flops(self.longest_document, *args)
@@ -189,6 +191,6 @@ def short_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _has_dtype(args: Any) -> bool:
+def _has_dtype(args: Sequence[Any]) -> bool:
     """Whether a product of 16-bit factors is asked for in float32 (`torch.mm(..., out_dtype=)`)."""
     return isinstance(args[-1], torch.dtype)

@@ -9,13 +9,12 @@ With several ranks, rank 0 is traced.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lean_ft.models.layers import RMSNormFunction
 from lean_ft.plan.devices import ONE_DEVICE, Device, Kernel, Machines
 from lean_ft.plan.kernels import on_gpu
 from lean_ft.plan.labels import LOSS
@@ -24,9 +23,11 @@ from lean_ft.plan.result import Launches
 from lean_ft.plan.time import Spent, Time
 from lean_ft.plan.traffic import sent_by
 from lean_ft.system.costs import Launched, SlowPath
-from lean_ft.torch_private import FakeTensor, TorchDispatchMode, read_scalar, tree_iter
+from lean_ft.torch_private import FakeTensor, OpOverload, TorchDispatchMode, read_scalar, tree_iter
 
-_READ_VALUES: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
+T = TypeVar("T")
+
+_READ_VALUES: dict[torch.dtype, bool | float] = {torch.bool: True, torch.float32: 1.0, torch.float64: 1.0}
 WAITS_FOR_OTHERS = LOSS  # collectives under this label do not overlap with computation
 
 
@@ -50,7 +51,7 @@ class Trace(TorchDispatchMode):
         self.memory, self.time = Memory(device, host_pool), Time(device)
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
         self.slow_paths: dict[str, None] = {}  # why operations run without a kernel, and what would mend it
-        self._known: dict[Any, Charge] = {}  # of those operations
+        self._known: dict[tuple[object, ...], Charge] = {}  # of those operations
         self._counting, self._decomposes = True, False
 
     @classmethod
@@ -58,7 +59,9 @@ class Trace(TorchDispatchMode):
         """True, or torch.compile would compile nothing while the mode is on."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func is read_scalar and self._counting and isinstance(args[0], FakeTensor):
             return _READ_VALUES.get(args[0].dtype, 1)
         if self._decomposes and func.namespace == "aten":
@@ -84,7 +87,14 @@ class Trace(TorchDispatchMode):
             for name, launches in cost.launches.items():
                 self.spend(launches, name, cost.module)
 
-    def cost(self, func: Any, args: Any, kwargs: Any, result: Any, module: str | None = None) -> Charge:
+    def cost(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: object,
+        module: str | None = None,
+    ) -> Charge:
         """The launches and the temporary memory of one operation."""
         found = Launched() if self.device.is_cpu else on_gpu(func, args, self.device)
         if isinstance(found, SlowPath):
@@ -100,7 +110,7 @@ class Trace(TorchDispatchMode):
         name, kernel = self.time.kernel(func, args, kwargs, result, found)
         return Charge({} if kernel is None else {name: self.time.launches(kernel)}, module, found.temporary)
 
-    def _cost_of_parts(self, run: Callable[[], Any], args: Any, result: Any) -> Charge:
+    def _cost_of_parts(self, run: Callable[[], object], args: Sequence[Any], result: object) -> Charge:
         """The launches of the operations that `run` calls, and the most memory that they take beside arguments and
         result."""
         apart = Trace(self.device)
@@ -124,7 +134,7 @@ class Trace(TorchDispatchMode):
         self.time.spend(launches, name, module)
         self.timeline.append((self.time.spent.seconds, dict(self.memory.live)))
 
-    def exchange(self, func: Any, args: Any) -> None:
+    def exchange(self, func: OpOverload, args: Sequence[Any]) -> None:
         """Count the data that this rank sends in a ring collective, and its time."""
         if (sent := sent_by(func, args, self.machines.devices_each)) is not None:
             self.time.exchange(sent, waits=self.memory.current[0] == WAITS_FOR_OTHERS)
@@ -134,41 +144,14 @@ class Trace(TorchDispatchMode):
         self.time.spent = Spent()
         self.timeline.clear()
 
-    @contextlib.contextmanager
-    def fused_norms(self) -> Iterator[None]:
-        """Context manager in which an uncompiled RMSNorm is one kernel on a GPU, as PyTorch's, and backward another one
-        or two."""
-        norm: Any = RMSNormFunction
-
-        def counted(compute: Callable, ctx: Any, args: Any, number: int) -> Any:
-            with self.uncounted():
-                result = compute(ctx, *args)
-            self.memory.note(result)
-            moved = sum(num_bytes(t) for t in (*args, *tree_iter(result)) if isinstance(t, Tensor))
-            self.spend(self.time.launches(Kernel(0.0, moved, number=number)), "rms_norm")
-            return result
-
-        def forward(ctx: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return before[0](ctx, x, weight, *rest)
-            ctx.is_fused = not (self.device.is_cpu or rest[-1]) and x.dtype == weight.dtype
-            args = x, weight, *rest
-            return counted(before[0], ctx, args, 1) if ctx.is_fused else before[0](ctx, *args)
-
-        def backward(ctx: Any, *grads: Any) -> Any:
-            if torch.compiler.is_compiling() or not ctx.is_fused:
-                return before[1](ctx, *grads)
-            return counted(before[1], ctx, grads, 1 + ctx.needs_input_grad[1])
-
-        before, norm.forward, norm.backward = (
-            (norm.forward, norm.backward),
-            staticmethod(forward),
-            staticmethod(backward),
-        )
-        try:
-            yield
-        finally:
-            norm.forward, norm.backward = map(staticmethod, before)
+    def kernel(self, name: str, compute: Callable[[], T], inputs: Sequence[Tensor], launches: int) -> T:
+        """Return `compute()`, and count its result and this number of launches, but none of its operations."""
+        with self.uncounted():
+            result = compute()
+        self.memory.note(result)
+        moved = sum(num_bytes(t) for t in (*inputs, *tree_iter(result)) if isinstance(t, Tensor))
+        self.spend(self.time.launches(Kernel(0.0, moved, number=launches)), name)
+        return result
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -180,11 +163,11 @@ class Trace(TorchDispatchMode):
             self._counting = counting
 
 
-def _description(argument: Any) -> Any:
+def _description(argument: object) -> object:
     return (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, Tensor) else argument
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[object]:
     """Arguments that an operation writes to."""
     written = []
     for index, argument in enumerate(func._schema.arguments):

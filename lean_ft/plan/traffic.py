@@ -1,6 +1,6 @@
 """Traffic between ranks: the bytes that this rank sends in a ring collective."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lean_ft.plan.memory import num_bytes
-from lean_ft.torch_private import tree_iter
+from lean_ft.torch_private import OpOverload, tree_iter
 
 # Bytes that each of n ranks sends, by the sizes of an operation's first and second argument. Others send a few bytes.
 _SENT: dict[str, Callable[[int, int, int], float]] = {
@@ -32,7 +32,7 @@ class SentBytes(NamedTuple):
     is_away: bool
 
 
-def sent_by(func: Any, args: Any, devices_each: int) -> SentBytes | None:
+def sent_by(func: OpOverload, args: Sequence[Any], devices_each: int) -> SentBytes | None:
     """What an operator sends on machines with `devices_each` devices; None if it is no collective, or sends a few
     bytes."""
     name = func.overloadpacket.__name__

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from lean_ft.data import Batch
 from lean_ft.frozen.reference import choose_kind
 from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import num_parameters
@@ -29,6 +30,7 @@ from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import HostLink
 from lean_ft.system.shards import ALONE, Ranks, local
 from lean_ft.system.world import World
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.torch_private import FakeTensorMode, functorch_config, without_modes
 from lean_ft.training import Run
 from lean_ft.training.process import refuse_on_many
@@ -65,22 +67,23 @@ class PlannedWorld(World):
 
     # What a recipe begins with ----------------------------------------------------------------------------------------
 
-    def start(self, cfg: RecipeConfig, prepare: Callable[[Any], T]) -> T:
+    def start(self, cfg: RecipeConfig, prepare: Callable[[RecipeConfig], torch.device]) -> torch.device:
         if (size := self.trace.machines.num_devices) > 1:
             refuse_on_many(cfg, size)
-        return cast(T, torch.device("cpu"))
+        return torch.device("cpu")
 
-    def join(self, cfg: ParallelConfig, device: torch.device, connect: Callable[[Any, Any], T]) -> T:
+    def join(
+        self, cfg: ParallelConfig, device: torch.device, connect: Callable[[ParallelConfig, torch.device], Ranks]
+    ) -> Ranks:
         size = self.trace.machines.num_devices
         check_number(cfg, size)
         with without_modes():
-            ranks: Ranks = ALONE if size == 1 else PlannedRanks(cfg, device)
-        return cast(T, ranks)
+            return ALONE if size == 1 else PlannedRanks(cfg, device)
 
-    def device_type(self, device: Any) -> str:
+    def device_type(self, device: torch.device) -> str:
         return "cpu" if self.trace.device.is_cpu else "cuda"
 
-    def capability(self, device: Any) -> tuple[int, int]:
+    def capability(self, device: torch.device) -> tuple[int, int]:
         return self.trace.device.capability
 
     def memory_bytes(self, measure: Callable[[], int | None]) -> int | None:
@@ -94,10 +97,10 @@ class PlannedWorld(World):
     def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
         return instead()
 
-    def tokenizer(self, load: Callable[[], T], planned: Mapping[str, Callable[[], Any]]) -> T:
-        return cast(T, _LazyTokenizer(load, planned))
+    def tokenizer(self, load: Callable[[], Tokenizer], planned: Mapping[str, Callable[[], object]]) -> Tokenizer:
+        return cast(Tokenizer, _LazyTokenizer(load, planned))
 
-    def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
+    def batches(self, read: Callable[[], T], largest: Callable[[], Batch]) -> T:
         return cast(T, (LargestBatches(self, largest), None))
 
     def fill(self, model: Decoder, open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
@@ -116,7 +119,7 @@ class PlannedWorld(World):
         self.trace.time.module_names |= {id(module): name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *args: self.trace.memory.enter(ACTIVATIONS, "forward"))
 
-    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
+    def generate(self, model: Decoder, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         prompts = [cast(Any, row).prompt for row in rows]
         rehearse_generation(model, prompts, capacity, packed_bytes, copies, is_cpu=self.trace.device.is_cpu)
         return []
@@ -126,6 +129,9 @@ class PlannedWorld(World):
     def repeat(self, parts: Sequence[T], shown: int) -> Iterator[T]:
         """The first `shown` parts. The last of them is charged the time of all that follow."""
         return self.trace.time.charged(parts[:shown], shown - 1, len(parts) - shown)
+
+    def kernel(self, name: str, compute: Callable[[], T], inputs: Sequence[Tensor], launches: int) -> T:
+        return self.trace.kernel(name, compute, inputs, launches)
 
     def prepare_compiler(self, prepare: Callable[[], None], activation_budget: float | None) -> None:
         if activation_budget is not None:  # the planner's backend reads the process-wide setting
@@ -143,12 +149,12 @@ class PlannedWorld(World):
 class _LazyTokenizer:
     """A tokenizer that is loaded on first use."""
 
-    def __init__(self, load: Callable[[], Any], planned: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, load: Callable[[], Tokenizer], planned: Mapping[str, Callable[[], object]]) -> None:
         """planned: functions that return an attribute without the tokenizer."""
         self._load, self._planned = load, planned
 
     @cached_property
-    def _loaded(self) -> Any:
+    def _loaded(self) -> Tokenizer:
         return self._load()
 
     def __getattr__(self, name: str) -> Any:
@@ -170,10 +176,10 @@ class LargestBatches:
     batches_per_epoch = 1
     fingerprint = ""
 
-    def __init__(self, world: PlannedWorld, largest: Callable[[], Any]) -> None:
+    def __init__(self, world: PlannedWorld, largest: Callable[[], Batch]) -> None:
         self._world, self._largest = world, largest
 
-    def take(self, n: int) -> list[Any]:
+    def take(self, n: int) -> list[Batch]:
         """Rank 0's micro-batches of the step: at most two, which are charged the time of all. The second differs from
         the first, because it adds to gradients; later ones are like the second."""
         trace = self._world.trace

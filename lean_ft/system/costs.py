@@ -5,7 +5,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from lean_ft.torch_private import OpOverloadPacket
 
 
 class Launched(NamedTuple):
@@ -20,11 +23,11 @@ class Launched(NamedTuple):
 class SlowPath(NamedTuple):
     """Plain operations in place of a kernel; and why, with what would mend it."""
 
-    run: Callable[[], Any]
+    run: Callable[[], object]
     why: str
 
 
-def _one_launch(capability: tuple[int, int], *args: Any) -> Launched:
+def _one_launch(capability: tuple[int, int], *args: object) -> Launched:
     return Launched()
 
 
@@ -47,14 +50,14 @@ class Cost:
     first_factor: int | None = None
 
 
-_COSTS: dict[Any, Cost] = {}
+_COSTS: dict["OpOverloadPacket", Cost] = {}
 
 
-def register_cost(operator: Any, cost: Cost = Cost()) -> None:
+def register_cost(operator: "OpOverloadPacket", cost: Cost = Cost()) -> None:
     """Register the cost of `torch.ops.lean_ft.NAME`. Default: one launch."""
     _COSTS[operator] = cost
 
 
-def cost_of(operator: Any) -> Cost | None:
+def cost_of(operator: "OpOverloadPacket") -> Cost | None:
     """The registered cost of an operator (`OpOverload.overloadpacket`)."""
     return _COSTS.get(operator)

@@ -11,9 +11,20 @@ A recipe, also a copied and edited one, is planned as it is written, as long as 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lean_ft.system.observer import Observer
+
+if TYPE_CHECKING:  # commands that train nothing do not wait for torch
+    import torch
+    from torch import Tensor
+
+    from lean_ft.data import Batch
+    from lean_ft.models import Decoder
+    from lean_ft.settings import ParallelConfig, RecipeConfig
+    from lean_ft.system.shards import Ranks
+    from lean_ft.tokenizers import Tokenizer
+    from lean_ft.training import Run
 
 T = TypeVar("T")
 
@@ -23,11 +34,16 @@ class World:
 
     observer = Observer()  # of runs, optimizers and rounds of completions
 
-    def start(self, cfg: Any, prepare: Callable[[Any], T]) -> T:
+    def start(self, cfg: "RecipeConfig", prepare: Callable[["RecipeConfig"], "torch.device"]) -> "torch.device":
         """Prepare this process for a run with `cfg`, and return its device."""
         return prepare(cfg)
 
-    def join(self, cfg: Any, device: Any, connect: Callable[[Any, Any], T]) -> T:
+    def join(
+        self,
+        cfg: "ParallelConfig",
+        device: "torch.device",
+        connect: Callable[["ParallelConfig", "torch.device"], "Ranks"],
+    ) -> "Ranks":
         """Connect to the other processes of the run, and return the ranks. `cfg`: the `parallel` settings."""
         return connect(cfg, device)
 
@@ -35,21 +51,21 @@ class World:
         """Return what depends on the contents of files or on a user's code. A plan calls `instead`."""
         return contents()
 
-    def tokenizer(self, load: Callable[[], T], planned: Mapping[str, Callable[[], Any]]) -> T:
+    def tokenizer(self, load: Callable[[], "Tokenizer"], planned: Mapping[str, Callable[[], object]]) -> "Tokenizer":
         """Load a tokenizer. A plan loads it on first use, since it may not need one, and reads the attributes `planned`
         without it: each function returns the value of one."""
         return load()
 
-    def batches(self, read: Callable[[], T], largest: Callable[[], Any]) -> T:
+    def batches(self, read: Callable[[], T], largest: Callable[[], "Batch"]) -> T:
         """Return training and held-out batches. In a plan, each batch is made by `largest`."""
         return read()
 
-    def fill(self, model: Any, open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
+    def fill(self, model: "Decoder", open_weights: Callable[[], T], fill: Callable[[T], None]) -> None:
         """Fill a model on the meta device. `open_weights` returns a function that sets one parameter by its name, which
         `fill` gets. A plan opens no weights."""
         fill(open_weights())
 
-    def generate(self, model: Any, rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
+    def generate(self, model: "Decoder", rows: list[T], capacity: int, packed_bytes: float, copies: int) -> list[T]:
         """Return the `rows` to sample together in a cache of `capacity` tokens: none in a plan, which has done it then.
         `packed_bytes`: memory for packed copies of the weights. `copies`: 2 if rows can wait, which then take a second
         cache."""
@@ -59,7 +75,7 @@ class World:
         """Prepare the compiler for layers that keep this share of their activations."""
         prepare()
 
-    def begin_run(self, run: Any, begin: Callable[[], None]) -> None:
+    def begin_run(self, run: "Run", begin: Callable[[], None]) -> None:
         """Begin a run in its directory."""
         begin()
 
@@ -67,11 +83,11 @@ class World:
         """The steps of a run; in a plan, one step."""
         return loop()
 
-    def device_type(self, device: Any) -> str:
+    def device_type(self, device: "torch.device") -> str:
         """The type of a tensor's device. In a plan, the tensors are on the CPU, and the planned device may be a GPU."""
         return device.type
 
-    def capability(self, device: Any) -> tuple[int, int]:
+    def capability(self, device: "torch.device") -> tuple[int, int]:
         """The compute capability of a CUDA device."""
         import torch
 
@@ -88,6 +104,10 @@ class World:
     def repeat(self, parts: Sequence[T], shown: int) -> Iterable[T]:
         """The parts of a loop that all do the same work after the first `shown`. A plan runs `shown` of them."""
         return parts
+
+    def kernel(self, name: str, compute: Callable[[], T], inputs: Sequence["Tensor"], launches: int) -> T:
+        """Return what a GPU computes in so many launches. A plan counts these, and not the operations of `compute`."""
+        return compute()
 
 
 _world: ContextVar[World] = ContextVar("world", default=World())  # noqa: B039  the real world has no state
@@ -108,14 +128,20 @@ def inside(other: World) -> Iterator[None]:
         _world.reset(token)
 
 
-def device_type(device: Any) -> str:
+def device_type(device: "torch.device") -> str:
     """The type of a tensor's device; in a plan, the type of the planned device."""
     return world().device_type(device)
 
 
-def capability(device: Any) -> tuple[int, int]:
+def capability(device: "torch.device") -> tuple[int, int]:
     """The compute capability of a CUDA device; in a plan, of the planned card."""
     return world().capability(device)
+
+
+def as_kernel(name: str, compute: Callable[[], T], inputs: Sequence["Tensor"], *, launches: int = 1) -> T:
+    """Return `compute()`, which a GPU has a kernel for. Plans count the kernel's launches, its inputs and its results
+    under this name."""
+    return world().kernel(name, compute, inputs, launches)
 
 
 def in_chunks(total: int, size: int, shown: int = 1) -> Iterator[slice]:

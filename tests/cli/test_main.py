@@ -100,6 +100,13 @@ def test_what_needs_no_recipe_imports_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_run_that_compiles_nothing_imports_no_compiler():
+    """The compiler takes a second of every start."""
+    script = "import sys, lean_ft.training.run, lean_ft.memory\nprint({'torch._dynamo', 'sympy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "set()\n", done.stderr
+
+
 @pytest.mark.long
 def test_a_reader_that_stops_reading_is_no_error(toy_recipe):
     """`leanft cat RECIPE | head -1` with more output than a pipe's buffer."""

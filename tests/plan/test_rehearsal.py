@@ -75,6 +75,17 @@ def test_stepping_in_backward_keeps_one_gradient_at_a_time(plan: Plan, model: De
     assert one_by_one.peak_bytes < at_once.peak_bytes
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_uncompiled_norms_are_kernels_of_a_gpu(settings, model: Decoder, compiled: bool):
+    """One in forward and one in backward, which computes the gradient of the input alone. The first layer's input has
+    no gradient. Compiled layers have none of these kernels, also the first."""
+    ledger = planned("lora_finetune_single_device", *settings, f"compile={compiled}".lower(), device="A100 80GB").ledger
+    counts = {module: launches.number for (module, operation), launches in ledger.items() if operation == "rms_norm"}
+    number = 2 * model.config.num_layers
+    layers = {} if compiled else {"input_layernorm": number - 1, "post_attention_layernorm": number}
+    assert counts == {"model.norm": 2} | layers
+
+
 def test_a_plan_for_a_gpu_counts_the_launches_of_a_gpu(plan: Plan, model: Decoder):
     """For each gradient its norm, two launches that zero it unless the norm is finite, and the update."""
     counts: Counter[str] = Counter()

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from lean_ft.generation import Completion, Sampling, decoding, sample, step_graphs
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.attention import attention
+from lean_ft.models.attention import attention, varlen
 from tests.generation.test_turns import Delayed
 from tests.models.family_cases import CASES, SIZES
 from tests.pretended_gpu.counters import counters
@@ -140,8 +140,8 @@ def test_a_token_attends_by_its_rows_length(
         if has_sinks:
             mixer.sinks = torch.nn.Parameter(torch.linspace(-1, 3, model.config.num_heads).cuda().bfloat16())
     ids = torch.randint(0, 101, (4, 12), generator=torch.Generator().manual_seed(0)).cuda()
-    found, calls = [], mock.Mock(wraps=attention.varlen_attn)
-    monkeypatch.setattr(attention, "varlen_attn", calls)
+    found, calls = [], mock.Mock(wraps=varlen.varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", calls)
     for _ in range(2):
         cache = model.new_cache(batch_size=4, capacity=20)
         model(ids, cache=cache, lengths=torch.tensor([12, 5, 1, 9]).cuda())

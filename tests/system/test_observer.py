@@ -25,10 +25,6 @@ TECHNIQUES = {
 }
 ALLOWED = {
     "memory/streamed_experts.py: module.stacks",  # a technique, too
-    # The planner's, while it rehearses: which layers it compiles depends on how these functions are made, and with it
-    # planned peaks.
-    "plan/trace.py: norm.forward",
-    "plan/trace.py: norm.backward",
     # Attributes that are declared to hold a function.
     "memory/frozen_embeddings.py: model.tied_output_weight",
     "memory/tied_gradient.py: model.tied_output_weight",

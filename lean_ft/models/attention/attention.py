@@ -14,7 +14,6 @@ each query head.
 Shapes: B batch, T tokens of a row, N = B * T tokens, H query heads, K key-value heads, D features of a head.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from lean_ft.models.attention.document_attention import document_attention
 from lean_ft.models.attention.kernels import kernel_of
@@ -30,10 +28,6 @@ from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import HeadLayerNorm, RMSNorm, unit_rms
 from lean_ft.models.rope import rotate, rotate_both
-
-# Versions of torch without this flag accept grouped heads by default.
-_VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
 
 
 @dataclass(frozen=True)
@@ -310,12 +304,14 @@ def attend_documents(
             rules = sinks, scoring.scale, scoring.window, None, longest
             attended: Any = document_attention(q, k, v, cu_seqlens, *rules, key_bounds=key_cu_seqlens)
         else:
+            from lean_ft.models.attention.varlen import GROUPED, varlen_attn
+
             back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
             attended = varlen_attn(
                 *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
                 scale=scoring.scale,
                 window_size=(back, 0),
-                **_GROUPED,
+                **GROUPED,
             )
     else:
         rules = scoring.scale, scoring.window, scoring.softcap
@@ -347,6 +343,8 @@ def attend_filled(
     """The attention of query (B, T, H, D) to the cached keys and values (B, filled, K, D)."""
     of_kernel = cache.owner.of_kernel
     if of_kernel is not None and _has_length_kernel(query, scoring, sinks):
+        from lean_ft.models.attention.varlen import GROUPED, AuxRequest, varlen_attn
+
         starts, key_starts, lengths = of_kernel
         k, v = (x[: len(query)].flatten(0, 1) for x in (cache.keys, cache.values))  # (B * capacity, K, D)
         window = (-1, -1) if scoring.window is None else (scoring.window - 1, 0)
@@ -356,7 +354,7 @@ def attend_filled(
             window_size=window,
             seqused_k=lengths,
             return_aux=AuxRequest(lse=True),
-            **_GROUPED,
+            **GROUPED,
         )
         out, lse = attended  # (B, H, D) and (H, B)
         if sinks is not None:  # the share of the other weights in a softmax that the sink joins
@@ -396,7 +394,11 @@ def has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
 
 def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """The same for one new token of rows whose lengths are on the device."""
-    return scoring.chunk is None and "seqused_k" in _VARLEN_OPTIONS and has_kernels(query, scoring, sinks)
+    if scoring.chunk is not None or not has_kernels(query, scoring, sinks):
+        return False
+    from lean_ft.models.attention.varlen import TAKES_LENGTHS
+
+    return TAKES_LENGTHS
 
 
 def _has_row_kernels(query: Tensor, key: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from lean_ft.images.batch import Images
 from lean_ft.models.attention.attention import Scoring, has_kernels
@@ -113,6 +112,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Stretches, scale: f
     """The attention (P, H, D / H) of each stretch to itself."""
     has_kernel = has_kernels(query, Scoring(), None) if query.is_cuda else query.itemsize == 2  # on the CPU: in a plan
     if seen.bounds is not None and has_kernel and query.shape[-1] % 8 == 0:
+        from lean_ft.models.attention.varlen import varlen_attn
+
         longest = max(seen.sizes)
         bounds = seen.bounds, seen.bounds, longest, longest
         attended: Any = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, -1))
