@@ -34,6 +34,8 @@ CAPABILITIES = {
             "lean_ft/data/images.py",
             "lean_ft/data/image_batches.py",
             "lean_ft/data/media.py",
+            "lean_ft/gguf/wholes.py",
+            "lean_ft/peft/tower.py",
         ),
     ),
     "tools": Capability(

@@ -58,8 +58,7 @@ def open_reward_model(
             f"{adapter} is not a reward model: it has no output layer for scores. Train one: leanft run reward "
             f"model.path={path}."
         )
-    images = None if model.vision is None else folder
-    return model, tokenizer_of(adapter, folder, chat_template=chat_template, images=images)
+    return model, tokenizer_of(adapter, folder, chat_template=chat_template, has_tower=model.vision is not None)
 
 
 def score(model: Decoder, sequences: Sequence[Asked], tokens_at_a_time: int = TOKENS_AT_A_TIME) -> list[list[float]]:

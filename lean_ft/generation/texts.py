@@ -100,7 +100,7 @@ def open_model(
     if adapters:
         load_adapter(model, *adapters)
     pack_for_generation(model, new_tokens)
-    return model, tokenizer_of(*adapters[:1], folder, images=None if model.vision is None else folder)
+    return model, tokenizer_of(*adapters[:1], folder, has_tower=model.vision is not None)
 
 
 def reads_images(folder: Path) -> bool:
@@ -172,7 +172,7 @@ def generate(
     if tokenizer is None:
         if model.source.folder is None:
             raise ValueError("the model was not loaded from a folder, so its tokenizer is unknown. Pass tokenizer=...")
-        tokenizer = tokenizer_of(model.source.folder, images=None if model.vision is None else model.source.folder)
+        tokenizer = tokenizer_of(model.source.folder, has_tower=model.vision is not None)
     several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) or _is_chat(prompts) else prompts
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop, "seed": seed}
     sampling |= {"max_new_tokens": max_new_tokens, "batch_size": max(1, len(several))}  # all at once

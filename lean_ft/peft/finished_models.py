@@ -61,29 +61,30 @@ def tokenizer_folder(*folders: Path) -> Path | None:
     return next((f for f in folders if any((f / name).is_file() for name in TOKENIZER_FILES)), None)
 
 
-def tokenizer_of(*folders: Path, chat_template: Path | None = None, images: Path | None = None) -> Tokenizer:
-    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` and `data.image_tokens`
+def tokenizer_of(*folders: Path, chat_template: Path | None = None, has_tower: bool = False) -> Tokenizer:
+    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` and the limits of media
     of the run that wrote the first checkpoint among them.
 
-    chat_template: a file that replaces its template; images: the folder of a model that is loaded with its vision
-    tower. Raises ValueError if there is no tokenizer.
+    chat_template: a file that replaces its template; has_tower: whether the model, whose folder is the last, is loaded
+    with its vision tower. Raises ValueError if there is no tokenizer.
     """
     tokenizer = load_tokenizer(tokenizer_folder(*folders) or folders[-1], chat_template)
     checkpoint = next((folder for folder in folders if (folder / TRAINING_STATE_FILE).is_file()), None)
     settings = {} if checkpoint is None else read_training_state(checkpoint)["settings"]
     tokenizer.chat_template_kwargs = template_kwargs(settings)
-    if images is not None:
-        tokenizer.media = tuple(one.of_run(settings) for one in read_media(images, tokenizer.added_tokens))
-        for media in tokenizer.media:
-            media.check()
+    if has_tower:
+        media = read_media(folders[-1], tokenizer.added_tokens)
+        tokenizer.media = tuple(medium.of_run(settings) for medium in media)
+        for medium in tokenizer.media:
+            medium.check()
     return tokenizer
 
 
 def template_kwargs(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The group `data.chat_template_kwargs` of settings by dotted key."""
-    prefix, found = "data.chat_template_kwargs.", dict[str, Any]()
+    prefix, variables = "data.chat_template_kwargs.", dict[str, Any]()
     for key, value in settings.items():
         if key.startswith(prefix):
             *groups, name = key.removeprefix(prefix).split(".")
-            reduce(lambda inner, group: inner.setdefault(group, {}), groups, found)[name] = value
-    return found
+            reduce(lambda inner, group: inner.setdefault(group, {}), groups, variables)[name] = value
+    return variables

@@ -41,11 +41,11 @@ from lean_ft.settings.losses import (
 from lean_ft.settings.model import (
     FrozenKind,
     GroupSize,
-    ImagesMode,
     LoRAConfig,
     ModelConfig,
     QuantizeConfig,
     QuantizedKind,
+    TowerMode,
 )
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
 from lean_ft.settings.run import (
@@ -84,7 +84,6 @@ __all__ = [
     "GenerationConfig",
     "GroupSize",
     "GroupT",
-    "ImagesMode",
     "KeepTeacherConfig",
     "LoRAConfig",
     "LogConfig",
@@ -117,6 +116,7 @@ __all__ = [
     "Settings",
     "Sources",
     "ToolsConfig",
+    "TowerMode",
     "TrainingConfig",
     "UnpairedDataConfig",
     "UnpairedLossConfig",

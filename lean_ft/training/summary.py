@@ -15,6 +15,7 @@ from lean_ft.models.attention.kernels import any_in_blocks, describe_kernels
 from lean_ft.models.config_json import dropouts
 from lean_ft.models.drafting import drafting_remark
 from lean_ft.models.frozen_weight import num_parameters, quantized_weights
+from lean_ft.models.vision.tower import NO_TOWER
 from lean_ft.optim import first_decay_step, num_warmup_steps
 from lean_ft.peft import has_adapter
 from lean_ft.peft.targets import describe_targets
@@ -209,7 +210,7 @@ def describe_model(model: nn.Module) -> str:
         return text
     source = model.source
     if source.part_of:
-        tower = "without its image encoder" if model.vision is None else _describe_tower(model.vision)
+        tower = NO_TOWER if model.vision is None else model.vision.describe()
         text += f"; the language model of {source.part_of}, {tower}"
     if source.quantization:
         method = source.quantization["quant_method"]
@@ -220,10 +221,3 @@ def describe_model(model: nn.Module) -> str:
     if ignored := dropouts(source.config):
         text += f"; dropout is ignored ({', '.join(ignored)} in config.json)"
     return text
-
-
-def _describe_tower(tower: nn.Module) -> str:
-    """How images are treated, for the line about the model."""
-    parameters = list(tower.parameters())
-    count, trained = (sum(map(whole_numel, some)) for some in (parameters, [p for p in parameters if p.requires_grad]))
-    return f"with its image encoder: {count:,} parameters, {f'{trained:,} trained' if trained else 'frozen'}"
