@@ -66,7 +66,7 @@ def num_parameters(name: str, images: bool = False) -> int:
     from lean_ft.models.vision.config import vision_config
 
     whole = whole_shape_of(name)
-    config = decoder_config(language_model_config(whole, images=images))
+    config = decoder_config(language_model_config(whole, with_tower=images))
     if images:
         config = replace(config, vision=vision_config(whole, config))
     with torch.device("meta"):

@@ -35,6 +35,8 @@ CAPABILITIES = {
             "lean_ft/data/image_batches.py",
             "lean_ft/data/media.py",
             "lean_ft/generation/image_parts.py",
+            "lean_ft/gguf/wholes.py",
+            "lean_ft/peft/tower.py",
         ),
     ),
     "tools": Capability(

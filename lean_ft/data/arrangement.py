@@ -76,7 +76,7 @@ class Arrangement:
     shared: np.ndarray | None = None  # (P,) tokens left out at the start of each piece
     """They equal the first tokens of the last piece before it in the row that leaves none out."""
     work: tuple[np.ndarray, ...] = ()
-    """(P,) work of each piece beside its tokens, such as patches of images, for each kind of columns."""
+    """(P,) work of each piece beside its tokens, for each kind of columns, such as patches to embed."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -171,7 +171,7 @@ def _open(name: str, subset: str | None, split: str, streaming: bool) -> Any:
 
 
 def with_encoded_media(dataset: Any) -> Any:
-    """Return a dataset that gives images and the like as they are stored, and decodes none."""
+    """Return a dataset that gives encoded media as they are stored, and decodes none."""
     import datasets
 
     def encoded(feature: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class ArrangedDocuments:
 
     @cached_property
     def build(self) -> Callable[[EpochPlan, int, int], Batch]:
-        """Return batch i of a plan and an epoch; if a kind of columns reads files, such as images, build the next one
+        """Return batch i of a plan and an epoch; with kinds of columns, which may read files, build the next one
         ahead."""
         if self.columns.kinds:
             return BuiltAhead(self.batch)
@@ -41,7 +41,7 @@ class ArrangedDocuments:
 
 
 class BuiltAhead:
-    """Builds the batch that this rank needs next in a thread, so that images are decoded during a step."""
+    """Builds the batch that this rank needs next in a thread, so that files are read and decoded during a step."""
 
     def __init__(self, build: Callable[[np.ndarray, int], Batch]) -> None:
         self._build, self._thread = build, ThreadPoolExecutor(1, "batch")
@@ -87,8 +87,8 @@ class UnbuiltBatch:
 class Batches:
     """Endless training batches. The order of an epoch depends on the seed and the epoch number.
 
-    The first batch of a run is the largest, and the next one has the most of other work, such as patches of images,
-    unless the first has. So a run without enough memory fails at once. With `shuffle=False`, every epoch keeps the rows
+    The first batch of a run is the largest, and the next one has the most other work, such as patches to embed, unless
+    the first has. So a run without enough memory fails at once. With `shuffle=False`, every epoch keeps the rows
     in order.
     """
 

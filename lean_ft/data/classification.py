@@ -3,8 +3,8 @@
 A label is a name or an integer. An integer indexes the names of `data.labels`, unless the names are numbers themselves.
 An integer does not index names that were found in the rows: their alphabetical order need not match the user's numbers.
 If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as one-hot. Texts are encoded
-as in transformers' pipelines, and classified at the last token. With model.images, each text and its images are a user
-message in the chat template, up to the place of an answer.
+as in transformers' pipelines, and classified at the last token. If the tokenizer reads other parts than text,
+each text and its parts are a user message in the chat template, up to the place of an answer.
 
 Legend: P texts of a batch, C labels.
 """

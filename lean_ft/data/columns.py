@@ -3,7 +3,7 @@
 A column has one value per token, or any number of values per document. Truncation, packing and shared prompts move the
 values of a token together, and the model gets each per-token column as an argument of its forward pass, except for the
 columns that only a loss reads. So a new column touches the reader that adds it and the module that reads it. Columns
-that need more, such as images, have a kind (`lean_ft.data.kinds`).
+that need more have a kind (`lean_ft.data.kinds`).
 
 Legend: N documents, S tokens of all documents, T tokens of one.
 """
@@ -34,7 +34,7 @@ class Document:
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Further columns, (T,) or (T, numbers) each."""
     per_document: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Columns with any number of values, such as a label, or the sizes of images. Truncation keeps them whole."""
+    """Columns with any number of values, such as a label, or references to files. Truncation keeps them whole."""
     kinds: tuple[Kind, ...] = ()
     """The kinds of its columns that have one."""
 

@@ -3,12 +3,11 @@
 The table of docs/data.md has all formats; `python scripts/make_docs_tables.py` writes it from `FORMATS` and the formats
 of objectives' own files.
 
-Chats may also have `system`, `tools`, `chat_template_kwargs` and
-`images`, and prompts `history`; without a chat template, these are refused. The prompt of a pair is `prompt`,
-`conversations`, or `instruction` and `input`. If several formats of an objective match, the first one is used.
-A format that only one objective reads is defined in that objective's file, such as `unpaired` in
-`lean_ft.data.unpaired`. All other fields
-are named in the report or refused: `lean_ft.data.foreign_fields`.
+Chats may also have `system`, `tools`, `chat_template_kwargs` and the contents of parts (`lean_ft.data.parts`), and
+prompts `history`; without a chat template, these are refused. The prompt of a pair is `prompt`, `conversations`, or
+`instruction` and `input`. If several formats of an objective match, the first one is used. A format that only one
+objective reads is defined in that objective's file, such as `unpaired` in `lean_ft.data.unpaired`. All other fields are
+named in the report or refused: `lean_ft.data.foreign_fields`.
 
 Without a chat template or with `data.chat=false`, prompt_completion becomes bos + prompt + `data.separator` +
 completion + eos, tokenized as one text. A token that straddles the boundary is trained. The default separator for

@@ -15,6 +15,7 @@ from typing import Any
 from lean_ft.settings import DataConfig
 from lean_ft.system.user_functions import without_hashes
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.media import LIMITS, MEDIA_PACKAGES
 
 LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pillow")
 # These settings do not change the rows; sources and the chat template count by their content.
@@ -24,7 +25,7 @@ NOT_IN_FINGERPRINT = {
 }
 # Settings added later count only if they differ from the default, so that older runs can be resumed.
 NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True, "chat_template_kwargs": {}}
-NOT_WHERE_DEFAULT |= {"image_tokens": None}
+NOT_WHERE_DEFAULT |= {name.partition(".")[2]: None for name in LIMITS}
 # These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
 
@@ -52,7 +53,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 def code_digest() -> str:
     """Hash of the code that turns rows into documents, and of its libraries' versions."""
     package = Path(__file__).parents[1]
-    files = [file for part in ("data", "images", "tokenizers") for file in sorted((package / part).glob("*.py"))]
+    files = [file for part in ("data", *MEDIA_PACKAGES, "tokenizers") for file in sorted((package / part).glob("*.py"))]
     files.append(package / "system" / "cache.py")
     return hash_of(*(file.read_text(encoding="utf-8") for file in files), *map(version, LIBRARIES))
 

@@ -1,8 +1,8 @@
 """Kinds of columns: what the columns of a capability do beyond standing beside their tokens.
 
 A column of tokens needs no kind: truncation, packing and batches move its values with the tokens. A kind is for columns
-whose values depend on what stands before them, or that become other arguments of the forward pass, as those of images
-do (`lean_ft.data.images`). Documents and `Columns` carry their kinds, and the code that handles them asks each kind.
+whose values depend on what stands before them, or that become other arguments of the forward pass.
+Documents and `Columns` carry their kinds, and the code that handles them asks each kind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OfBatch:
 
 
 class Insert(NamedTuple):
-    """Something other than text that tokens of a document represent, such as an image. For previews."""
+    """Something other than text that tokens of a document represent. For previews."""
 
     first: int  # token
     end: int
@@ -142,7 +142,7 @@ def next_cut(document: Document, place: int) -> int:
 
 
 def unit_that_is_cut(document: Document, kept: slice) -> str:
-    """The unit, such as "image", of which one would be cut if only the tokens `kept` of a document stayed; empty if
+    """The unit of which one would be cut if only the tokens `kept` of a document stayed; empty if
     none would."""
     cuts = (kept.start, kept.stop)
     return next((kind.unit for kind in document.kinds if any(kind.next_cut(document, i) != i for i in cuts)), "")

@@ -1,4 +1,4 @@
-"""What a type of content parts that are not text, such as images, does while rows are read.
+"""What a type of content parts that are not text does while rows are read.
 
 Each type has one object (`lean_ft.data.parts`), also in runs that read texts alone: they refuse its parts. What parts
 add to documents is the work of a kind of columns (`lean_ft.data.kinds`).

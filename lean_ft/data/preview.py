@@ -33,7 +33,7 @@ class Stretch:
     control: bool
     """Whether these are control tokens, such as eos."""
     picture: Callable[[], str] | None = None
-    """Makes the data URL of a small picture, if these tokens represent one."""
+    """Makes the data URL of a small picture, if these tokens represent something visible."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _rows(
 
 
 def _with_inserts(tokenizer: Tokenizer, document: Document, trained: np.ndarray) -> list[Stretch]:
-    """Return the stretches of a document, with one stretch for each thing that is no text, such as an image."""
+    """Return the stretches of a document, with one stretch for each thing that is no text."""
     shown, before = list[Stretch](), 0
     inserts = [insert for kind in document.kinds for insert in kind.inserts(document)]
     for first, end, text, picture in sorted(inserts, key=lambda insert: insert.first):

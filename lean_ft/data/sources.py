@@ -113,7 +113,7 @@ class RowSources:
         return [source.format, file_digest(source.format)] if is_function_path(source.format) else source.format
 
     def folders(self) -> list[str]:
-        """The folders of the files, to which paths in rows, such as those of images, are relative."""
+        """The folders of the files, to which paths in rows are relative."""
         files = [file for one in self.sources for file in files_of(one) or ()]
         return [str(folder) for folder in dict.fromkeys(file.parent.resolve() for file in files)]
 

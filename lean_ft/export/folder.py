@@ -18,7 +18,6 @@ from lean_ft.export.places import (
     Exported,
     check_destination,
     files_of_model,
-    images_of_run,
     read_source,
     room_for,
     settings_of_run,
@@ -26,7 +25,8 @@ from lean_ft.export.places import (
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model, save_model, stored_labels
 from lean_ft.models.drafting import drafting_remark
-from lean_ft.models.load_options import torch_dtype
+from lean_ft.models.families.multimodal import not_multimodal
+from lean_ft.models.load_options import keywords_of_run, torch_dtype
 from lean_ft.models.source import Source
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
@@ -56,8 +56,7 @@ def export_folder(
     """Write the model of a checkpoint, run directory or model folder to the new folder `destination`.
 
     `merge`: the source is an adapter; write the model `base` (default: the one that the adapter names) with the adapter
-    merged
-    into its weights. `keep_vision`: the source is the language model of a model that also reads images; write the whole
+    merged into its weights. `keep_vision`: the source is the language model of a multimodal model; write the whole
     model, which is `base` or the folder that the run started from, with these weights.
 
     Weights are in `dtype` (bfloat16, float16 or float32; default: as stored), in files of at most `max_shard_size`.
@@ -69,13 +68,12 @@ def export_folder(
     wanted_dtype = None if dtype is None else torch_dtype(dtype)
     folder, destination = find_finished(source), Path(destination).expanduser()
     check_destination(destination, folder, force)
-    images = images_of_run(folder)
-    model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype, images)
-    keep_vision = keep_vision and images == "none"  # a run with images has the whole model
+    model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype, with_tower=True)
+    keep_vision = keep_vision and model.vision is None  # a run with a tower has the whole model
     if keep_vision and merge and (outside := read_adapter(folder).without_tower().outside):
         raise ValueError(f"{folder}: --keep-vision would lose the adapter's {outside[0]}. Merge the adapter with PEFT.")
     if keep_vision:
-        model.source = _source_with_images(model, folder, base)
+        model.source = _source_of_whole(model, folder, base)
     wanted = model.dtype
     expected = _logits(model)
     if not expected.isfinite().all():
@@ -97,7 +95,9 @@ def export_folder(
                 save_view(temporary, tokenizer, settings_of_run(folder))
         del model
         gc.collect()
-        saved = load_model(temporary, dtype=wanted, scores=stored_labels(temporary), images=images)
+        saved = load_model(
+            temporary, dtype=wanted, scores=stored_labels(temporary), **keywords_of_run(settings_of_run(folder))
+        )
         difference = _compare(expected, _logits(saved), wanted)
     kept = f"{num_kept} unchanged tensors of {whole}" if keep_vision else ""
     parts = _contents(destination, num_parameters, wanted, tokenizer), kept, drafting
@@ -146,11 +146,11 @@ def export_adapter(source: str | Path, destination: str | Path, force: bool = Fa
     return folder
 
 
-def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -> Source:
+def _source_of_whole(model: Decoder, folder: Path, base: str | Path | None) -> Source:
     """The source of the multimodal folder that the language model in `folder` was taken from: `base`, or the folder
     that its run started from.
 
-    Raises ValueError if that is unknown, or if the model there does not read images.
+    Raises ValueError if that is unknown, or if the model there is not multimodal.
     """
     if base is None and model.source.part_of:
         return model.source
@@ -162,23 +162,20 @@ def _source_with_images(model: Decoder, folder: Path, base: str | Path | None) -
     source = load_model(whole, "meta", scores=stored_labels(whole)).source
     if not source.part_of:
         raise ValueError(
-            f"{source.folder} is not a model that reads images (its model_type is "
-            f"{source.config.get('model_type')!r}): leave out --keep-vision, or give the folder that the language "
-            "model was taken from with --base."
+            f"{source.folder} {not_multimodal(source.config.get('model_type'))}: leave out --keep-vision, or give the "
+            "folder that the language model was taken from with --base."
         )
     return replace(source, generation_config=model.source.generation_config, end_ids=model.source.end_ids)
 
 
 @torch.inference_mode()
 def _logits(model: Decoder) -> torch.Tensor:
-    """Return logits (1, T, V) in float32, for ids spread over the vocabulary, of which the first shows an image if the
-    model reads images."""
+    """Return logits (1, T, V) in float32, for ids spread over the vocabulary, of which the first shows something to
+    the vision tower, if the model has one."""
     num_positions = min(_NUM_POSITIONS, model.config.max_positions)
     ids = torch.arange(num_positions) * 7919 % model.config.vocab_size
-    images, first = None, torch.zeros(1, dtype=torch.int64)
-    if model.vision is not None:
-        images = model.vision.no_images(first.device)._replace(places=first, rows=first)
-    return model(ids[None], images=images).float()
+    inputs = {} if model.vision is None else model.vision.shown_by_first_token(ids.device)
+    return model(ids[None], **inputs).float()
 
 
 def _compare(expected: torch.Tensor, logits: torch.Tensor, dtype: torch.dtype) -> float:

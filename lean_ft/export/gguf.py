@@ -35,7 +35,7 @@ from lean_ft.gguf.names import all_tensors, by_side, layout_of, ropes, store
 from lean_ft.gguf.quantize import Mix, num_bytes
 from lean_ft.gguf.rows import GGUFFamily
 from lean_ft.gguf.splitting import APPROXIMATED
-from lean_ft.gguf.wholes import remark_about_images, row_of
+from lean_ft.gguf.wholes import remark_about_tower, row_of
 from lean_ft.gguf.write import GGUF_KINDS, gguf_family, model_metadata, write_gguf
 from lean_ft.models import Decoder, empty_model, load_model
 from lean_ft.models.config_json import kind_of_scores
@@ -109,7 +109,8 @@ def export_gguf(
     details = f"architecture {family.architecture}, {kind}{mixed}, {len(entries)} tensors, {size}. Try: {command}"
     if errors:
         details += f"\nrelative error of the weights: {errors}"
-    details += _differences(model, metadata) + lost_drafting(model.source) + _remark_about_images(model, folder, kind)
+    details += _differences(model, metadata) + lost_drafting(model.source)
+    details += remark_about_tower(model, whole_before(folder), folder, kind)
     return Exported(folder, destination, details, merged)
 
 
@@ -203,18 +204,7 @@ def export_gguf_adapter(
         f"a LoRA adapter of {len(adapter.shapes)} layers for {model_name}, architecture {family.architecture}, {kind}, "
     )
     details += f"{destination.stat().st_size / 1e6:.3g} MB. Try: llama-cli -m BASE.gguf --lora FILE"
-    return Exported(folder, destination, details + _remark_about_images(model, folder, kind), None)
-
-
-def _remark_about_images(model: Decoder, folder: Path, kind: str) -> str:
-    """A line about what llama.cpp needs to read images with a model; "" for models that do not read images."""
-    if model.source.part_of or not (name := whole_before(folder)):
-        return remark_about_images(model)
-    return (
-        f"\nThe run trained the language model of {name} alone, and the file is for text alone. To read images, export "
-        f"the whole model, and then that folder: leanft export {quote(str(folder))} FOLDER --keep-vision && leanft "
-        f"export FOLDER FILE --gguf {kind}"
-    )
+    return Exported(folder, destination, details + remark_about_tower(model, whole_before(folder), folder, kind), None)
 
 
 def _check_is_lora(stored: StoredAdapter) -> None:

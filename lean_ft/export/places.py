@@ -13,6 +13,7 @@ from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model, stored_labels
 from lean_ft.models.families import MULTIMODAL
+from lean_ft.models.load_options import keywords_of_run, tower_of_run
 from lean_ft.models.own_families import check_own_families
 from lean_ft.models.stored_weights import WEIGHTS_INDEX, stored_dtype
 from lean_ft.models.vision.loading import PROCESSOR_FILES
@@ -20,13 +21,12 @@ from lean_ft.peft import MergeReport, is_adapter, load_merged
 from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from lean_ft.settings import ImagesMode
 from lean_ft.system.redaction import on_one_line
 from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
-from lean_ft.tokenizers.media import SETTINGS_IN_FILES, media_of_run, read_media
+from lean_ft.tokenizers.media import LIMITS, media_of_run, read_media
 from lean_ft.training.checkpoint import free_bytes
 from lean_ft.training.view import not_in_files
 
@@ -55,12 +55,13 @@ def read_source(
     merge: bool,
     base: str | Path | None = None,
     dtype: torch.dtype | None = None,
-    images: ImagesMode = "none",
+    with_tower: bool = False,
 ) -> tuple[Decoder, Tokenizer | None, MergeReport | None]:
     """Read the model in `folder`, or with `merge` the model `base` (default: the adapter's) with the folder's adapter.
 
-    Weights are in `dtype` (default: as stored); `images` is as in `load_model`. Raises ValueError for an adapter
-    without `merge`, a model with `merge`, and weights that are not finite.
+    Weights are in `dtype` (default: as stored). `with_tower` also loads the vision tower, if the run that wrote the
+    folder had one. Raises ValueError for an adapter without `merge`, a model with `merge`, and weights that are not
+    finite.
     """
     if is_adapter(folder) and not merge:
         raise ValueError(
@@ -72,15 +73,15 @@ def read_source(
     dtype = dtype or stored_dtype(model_folder)
     with_tokenizer = tokenizer_folder(folder, model_folder)
     tokenizer = load_tokenizer(with_tokenizer) if with_tokenizer else None
-    if tokenizer is not None and images != "none":
-        media = read_media(model_folder, tokenizer.added_tokens)
-        tokenizer.media = media_of_run(media, settings_of_run(folder))
+    options = keywords_of_run(settings_of_run(folder) if with_tower else {})
     if merge:
-        model, merged = load_merged(folder, model_folder, dtype=dtype, images=images)
+        model, merged = load_merged(folder, model_folder, dtype=dtype, **options)
         if model.config.num_scores and tokenizer is not None:  # transformers finds the end of a text by it
             model.source.config["pad_token_id"] = tokenizer.pad_id
     else:
-        model, merged = load_model(folder, dtype=dtype, scores=stored_labels(folder), images=images), None
+        model, merged = load_model(folder, dtype=dtype, scores=stored_labels(folder), **options), None
+    if tokenizer is not None and model.vision is not None:
+        tokenizer.media = media_of_run(read_media(model_folder, tokenizer.added_tokens), settings_of_run(folder))
     check_own_families()
     _check_finite(model, folder)
     return model, tokenizer, merged
@@ -90,7 +91,7 @@ def sentences_not_in_files(folder: Path) -> list[str]:
     """Return sentences about settings of a checkpoint's run that shaped the model's input and that no file of an export
     holds."""
     settings, media = settings_of_run(folder), ()
-    if any(settings.get(name) is not None for name in SETTINGS_IN_FILES):
+    if any(settings.get(name) is not None for name in LIMITS):
         with suppress(ValueError):  # the base of an adapter is not here
             of_model = resolve_model_path(find_base(folder), weights=False) if is_adapter(folder) else folder
             media = media_of_run(read_media(of_model), settings)
@@ -103,20 +104,14 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def images_of_run(folder: Path) -> ImagesMode:
-    """`model.images` of the run that wrote a checkpoint; none for other folders."""
-    images = settings_of_run(folder).get("model.images", "none")
-    return images if images in ("frozen", "train") else "none"
-
-
 def check_tower_is_unchanged(folder: Path, file: str, remedy: str = "Export a folder.") -> str:
     """Return a remark for a `file` that has no vision tower. Raises ValueError if the run trained the tower."""
-    if (images := images_of_run(folder)) == "train":
+    if (tower := tower_of_run(settings_of_run(folder))) == "train":
         raise ValueError(
             f"{folder} has a vision tower that was trained, and {file} has the language model alone, which was trained "
             f"with that tower. {remedy}"
         )
-    return "" if images == "none" else f"\n{file} has the language model alone, without its vision tower."
+    return "" if tower == "none" else f"\n{file} has the language model alone, without its vision tower."
 
 
 def whole_before(folder: Path) -> str:

@@ -31,7 +31,7 @@ _FORMAT = 5  # of the folder; part of its name
 _CACHE_BYTES = 2**32  # of all folders; that of a large vocabulary has 30 MB
 # The family of an architecture; the first row of several that have it.
 _FAMILY_OF = {family.architecture: name for name, family in reversed(GGUF_FAMILIES.items())}
-# The architecture of a language model in a model that reads images -> the family that computes the same for text.
+# The architecture of a language model in a multimodal model -> the family that computes the same for text.
 FAMILY_IN_WHOLE = {"paddleocr": "llama", "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
 _FAMILY_OF |= {"nemotron_h_moe": "nemotron_h", **FAMILY_IN_WHOLE}
 _FIELDS = {  # of all families

@@ -95,10 +95,11 @@ def _in_file(folder: Path, file: Path, architecture: str) -> tuple[str, dict[str
 
 def _sections(fields: ConfigFields, name: str) -> list[int]:
     """The numbers of frequencies for time, height, width and a fourth axis."""
-    found = fields.get(name)
-    if not isinstance(found, list) or len(found) > 4 or not all(type(n) is int and 0 <= n < 2**16 for n in found):
+    sections = fields.get(name)
+    is_list = isinstance(sections, list) and len(sections) <= 4
+    if not is_list or not all(type(n) is int and 0 <= n < 2**16 for n in sections):
         raise fields.wrong(name, "up to 4 integers")
-    return found + [0] * (4 - len(found))
+    return sections + [0] * (4 - len(sections))
 
 
 def _whole_config(model: "Decoder") -> ConfigFields:
@@ -109,9 +110,19 @@ def _whole_config(model: "Decoder") -> ConfigFields:
     return ConfigFields(read_json(folder / "config.json"), {}, f"{folder / 'config.json'}")
 
 
-def remark_about_images(model: "Decoder") -> str:
-    """A line about what llama.cpp needs to read images with a language model; "" for models that do not read images."""
+def remark_about_tower(model: "Decoder", taken_from: str, source: Path, kind: str) -> str:
+    """A line about what llama.cpp needs to read images with a model; "" for a model that reads texts alone.
+
+    taken_from: model_type of the multimodal model whose language model the run in the folder `source` trained alone, or
+    ""; kind: of the GGUF file.
+    """
     name = model.source.part_of
+    if not name and taken_from:
+        return (
+            f"\nThe run trained the language model of {taken_from} alone, and the file is for text alone. To read "
+            "images, export the whole model, and then that folder: leanft export "
+            f"{quote(str(source))} FOLDER --keep-vision && leanft export FOLDER FILE --gguf {kind}"
+        )
     if not name:
         return ""
     is_pixtral = name == "llava" and _whole_config(model).object("vision_config").get("model_type") == "pixtral"

@@ -125,8 +125,7 @@ def _nearest_folder(missing: Path) -> str:
 
 
 def resolve_data_path(path: str | Path) -> Path:
-    """Return the path of a data file: on disk, or an embedded file such as `tiny/train.jsonl` or
-    `tiny-images/train.jsonl.gz`.
+    """Return the path of a data file: on disk, or an embedded file such as `tiny/train.jsonl`.
 
     A file on disk has precedence. The returned file may not exist.
     """

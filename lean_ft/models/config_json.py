@@ -14,6 +14,7 @@ from typing import Any
 from lean_ft.models.config import DecoderConfig, LayerConfig, MixtureConfig
 from lean_ft.models.dequantized import READABLE
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, SIZES_7B, Family, family_of, no_layer
+from lean_ft.models.families.multimodal import OTHER_FIELDS
 from lean_ft.models.moe import Router
 from lean_ft.models.own_families import naming_row, remedy
 from lean_ft.models.rope_settings import head_dim_of, num_kv_heads_of
@@ -41,7 +42,7 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
     ((), ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier")),
     ((), ("moe_latent_size", "clip_qkv", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "swiglu_limit")),
     ((False,), ("use_sliding_window", "use_mrope", "use_qk_norm", "qk_layernorm", "enable_moe_block", "use_bias")),
-    # "vision": only image tokens see later tokens.
+    # "vision": only tokens of the tower see later tokens.
     ((False, "vision"), ("use_bidirectional_attention",)),
     ((False,), ("rope_interleave", "is_encoder_decoder", "add_cross_attention")),
     ((1e-12,), ("moe_norm_min",)),  # lower bound of the sum of a token's weights
@@ -123,7 +124,6 @@ _FIXED = {
     "glm4v_moe_text": {"use_qk_norm": False},
     "qwen3_vl_moe_text": {"norm_topk_prob": True, "use_sliding_window": False},
 }
-_IMAGE_FIELDS = ("image", "video", "vision", "audio")
 
 # transformers' sequence classification models, by family.
 SCORE_ARCHITECTURES = {
@@ -150,7 +150,8 @@ def as_its_family(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(rope: JSON, vision: VisionFamily | None) -> JSON:
-    """Rotary settings. Without images, the sections of multimodal positions are left out, which are equal for text."""
+    """Rotary settings. Without a vision tower, the sections of multimodal positions are left out: they are equal for
+    text."""
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return rope
     kept = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
@@ -160,9 +161,11 @@ def _rope(rope: JSON, vision: VisionFamily | None) -> JSON:
     return {key: "default" if value == "mrope" else value for key, value in kept.items()}
 
 
-def language_model_config(config: dict[str, Any], where: str = "config.json", images: bool = False) -> dict[str, Any]:
+def language_model_config(
+    config: dict[str, Any], where: str = "config.json", with_tower: bool = False
+) -> dict[str, Any]:
     """The config.json of the language model inside a multimodal model; other configs are returned unchanged. With
-    `images`, its positions have three axes if the family's have."""
+    `with_tower`, its positions have three axes if the family's have."""
     whole = MULTIMODAL.get(str(config.get("model_type")))
     if whole is None:
         return config
@@ -172,7 +175,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
     if not isinstance(text, dict):
         raise ValueError(f"{where}: text_config is {text!r}; expected an object with the language model's settings.")
     sizes = SIZES_7B.get(str(text.get("model_type", next(iter(whole.families)))), {})
-    vision = VISION_FAMILIES.get(config["model_type"]) if images else None
+    vision = VISION_FAMILIES.get(config["model_type"]) if with_tower else None
     text = {
         key: _rope(value, vision) if key.startswith("rope_") else value for key, value in as_its_family(text).items()
     }
@@ -185,7 +188,7 @@ def language_model_config(config: dict[str, Any], where: str = "config.json", im
     shared = {
         key: value
         for key, value in config.items()
-        if not isinstance(value, dict) and not any(part in key for part in _IMAGE_FIELDS)
+        if not isinstance(value, dict) and not any(part in key for part in OTHER_FIELDS)
     }
     if config.get("quantization_config") is not None:
         shared["quantization_config"] = config["quantization_config"]

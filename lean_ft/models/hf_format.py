@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lean_ft.gguf.cache import gguf_file, names_gguf_file
 from lean_ft.hub.paths import planned_model_path, resolve_model_path
-from lean_ft.images.rules import image_rules
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.config_json import (
     decoder_config,
@@ -35,7 +34,7 @@ from lean_ft.models.new_model import Fill, empty_decoder, fill_model, random_wei
 from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.models.source import Source, all_tensors, name_in_language_model, parts_on_disk, tensors_on_disk
 from lean_ft.models.stored_weights import STORED_DTYPES, first_few, stored_config, stored_tensors
-from lean_ft.models.vision.config import VISION_FAMILIES, vision_config
+from lean_ft.models.vision.config import VISION_FAMILIES, read_tower
 from lean_ft.settings import ModelConfig
 from lean_ft.system.config_fields import end_ids
 from lean_ft.system.shards import Part, part_of, remember_cuts
@@ -154,22 +153,20 @@ def read_weights(model: Decoder, device: str | torch.device) -> None:
 
 
 def read_spec(folder: Path, options: LoadOptions, is_quantized: bool = False) -> Spec:
-    """Read a folder's config.json; of a multimodal model, that of its language model, and with `options.images` that of
-    its vision tower. `is_quantized` ignores the quantization. Raises ValueError for an unsupported model."""
+    """Read a folder's config.json; of a multimodal model, that of its language model, and with `options.has_tower` that
+    of its vision tower. `is_quantized` ignores the quantization. Raises ValueError for an unsupported model."""
     where, whole = str(folder / "config.json"), stored_config(folder)
     if is_quantized:
         whole = {key: value for key, value in whole.items() if key != "quantization_config"}
-    reads_images = options.images != "none"
-    stored = hf_config = language_model_config(whole, where, reads_images)
+    stored = hf_config = language_model_config(whole, where, options.has_tower)
     if options.scores is not None:
         hf_config = score_config(stored, where, options.scores)
     num_rows = max(options.new_ids, default=-1) + 1
     sizes = {size: hf_config[size] for size in set(_ROWS_PER_TOKEN.values()) if size in hf_config}
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
     config = decoder_config(hf_config, where=where)
-    if reads_images:
-        tower, rules = vision_config(whole, config, where), image_rules(folder)
-        config = replace(config, vision=replace(tower, mean=rules.mean, std=rules.std))
+    if options.has_tower:
+        config = replace(config, vision=read_tower(folder, whole, config))
     source = Source(
         folder=folder,
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
@@ -191,7 +188,7 @@ def build(spec: Spec) -> Decoder:
     model, options = empty_decoder(spec.config, spec.options.dtype), spec.options
     source = model.source = spec.source
     if model.vision is not None:
-        model.vision.requires_grad_(options.images == "train")
+        model.vision.requires_grad_(options.trains_tower)
         # As transformers writes them; `_stored_weights` replaces them by the folder's own.
         if MULTIMODAL[source.part_of].stacks_experts:
             source.stacks = dict.fromkeys(_one_per_expert(model), False)

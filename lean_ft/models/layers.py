@@ -80,12 +80,12 @@ class _PlannedRMSNorm(RMSNormFunction):
     """PyTorch's RMSNorm on a GPU, in a plan of uncompiled layers: a kernel, and one or two for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+    def forward(ctx: _NormContext, x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
         compute = partial(RMSNormFunction.forward, ctx, x, weight, eps, weight_offset)
         return as_kernel("rms_norm", compute, (x, weight))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: _NormContext, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         compute = partial(RMSNormFunction.backward, ctx, *grads)
         return as_kernel("rms_norm", compute, grads, launches=1 + ctx.needs_input_grad[1])
 

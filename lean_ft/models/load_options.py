@@ -4,14 +4,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 
 from lean_ft.models.config_json import Labels
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.vision.loading import tower_of
-from lean_ft.settings import ImagesMode, MemoryConfig, ModelConfig, spelled_out
+from lean_ft.settings import MemoryConfig, ModelConfig, TowerMode, spelled_out
 from lean_ft.system.user_functions import OWN_FAMILIES, use_family
 from lean_ft.tokenizers import load_tokenizer
 
@@ -28,7 +28,7 @@ class LoadOptions:
     """Dtype of the parameters."""
     random_init: bool = False
     """Draw the weights as transformers does; only config.json is needed."""
-    images: ImagesMode | Literal["auto"] = "none"
+    images: TowerMode | Literal["auto"] = "none"
     """Of a multimodal model, load the language model alone, or also the vision tower, frozen or to train. `auto`:
     frozen, if lean_ft knows the tower and the folder has a file of its image processor."""
     scores: Labels | None = None
@@ -47,13 +47,26 @@ class LoadOptions:
         """The options with what `auto` means for a model folder. Raises ValueError if its tower cannot be used."""
         return replace(self, images=tower_of(folder)) if self.images == "auto" else self
 
+    @property
+    def has_tower(self) -> bool:
+        return self.images != "none"
 
-class LoadKeywords(TypedDict, total=False):
+    @property
+    def trains_tower(self) -> bool:
+        return self.images == "train"
+
+
+class TowerKeywords(TypedDict, total=False):
+    """The fields of `LoadOptions` that say which parts of a multimodal model are loaded."""
+
+    images: TowerMode | Literal["auto"]
+
+
+class LoadKeywords(TowerKeywords, total=False):
     """The fields of `LoadOptions` as keyword arguments; a dtype may be a name."""
 
     dtype: torch.dtype | str
     random_init: bool
-    images: ImagesMode | Literal["auto"]
     scores: Labels | None
     new_ids: Sequence[int]
     router_aux_loss_coef: float | None
@@ -84,6 +97,17 @@ def load_options(model: str | Path | ModelConfig, keywords: LoadKeywords) -> tup
         )
     options: dict[str, object] = {**keywords, "dtype": torch_dtype(keywords.get("dtype", torch.float32))}
     return model, LoadOptions(**options)  # pyright: ignore[reportArgumentType]
+
+
+def tower_of_run(settings: Mapping[str, Any]) -> TowerMode:
+    """How a run with these settings, by dotted key, loaded the model's vision tower; `none` without settings."""
+    mode = settings.get("model.images", "none")
+    return mode if mode in ("frozen", "train") else "none"
+
+
+def keywords_of_run(settings: Mapping[str, Any]) -> TowerKeywords:
+    """The options that load the same parts of a model as a run with these settings, by dotted key."""
+    return {"images": tower_of_run(settings)}
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:

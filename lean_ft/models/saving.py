@@ -47,8 +47,8 @@ def save_model(
 
     Args:
         whole: for the language model of a multimodal folder: write that folder's model, as for a model with a vision
-            tower. All names are the folder's own, and tensors and settings of images are copied from it, one file of
-            weights in memory at a time.
+            tower. All names are the folder's own, and tensors and settings of other parts are copied from it, one file
+            of weights in memory at a time.
         weights: values to write instead of the model's, such as copies of `parts_on_disk(model)`.
 
     Raises:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.models.families import MULTIMODAL, Family, family_of
+from lean_ft.models.families.multimodal import OF_SOUND, OF_TOWER
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.system.shards import Cut, Part, part_of
 
@@ -19,21 +20,6 @@ if TYPE_CHECKING:
     from lean_ft.models.hf_format import Unread
     from lean_ft.parallel.context import RowTokens
     from lean_ft.parallel.vocabulary import CutVocabulary
-
-# How names of tensors outside of the language model begin.
-_OF_IMAGES = (
-    "vision_",
-    "visual.",
-    "visual_",
-    "image_",
-    "video_tower.",
-    "embed_vision.",
-    "high_res_vision_",
-    "vqmodel.",
-)
-_OF_IMAGES += ("multi_modal_projector.", "mm_projector.", "projector.", "connector.", "aligner.", "merger.", "mlp1.")
-_OF_IMAGES += ("generation_", "mlp_AR.")
-_OF_SOUND = ("audio_tower.", "embed_audio.")
 
 
 @dataclass
@@ -120,7 +106,7 @@ class Source:
 
     def name_in_whole(self, place: str) -> str:
         """The name that transformers gives to a tensor or module of the multimodal model, by its name in `stored`."""
-        if place.startswith(_OF_IMAGES):
+        if place.startswith(OF_TOWER):
             return f"model.{place}"
         own, theirs = MULTIMODAL[self.part_of].modules
         return theirs + place.removeprefix(own) if place.startswith(own) else place
@@ -181,20 +167,20 @@ class Source:
         return self.name_in_whole(name) if self.part_of and in_whole else name
 
 
-def is_of_images(place: str) -> bool:
+def is_of_tower(place: str) -> bool:
     """Whether a name of `Source.stored` belongs to the vision tower."""
-    return place.startswith(_OF_IMAGES)
+    return place.startswith(OF_TOWER)
 
 
 def name_in_language_model(name: str, spellings: Mapping[str, str] | None = None) -> str | None:
-    """The name of a multimodal model's tensor or module in its language model; None for those of audio. Those of images
-    have the name of `Source.stored`, or None without `spellings`, which are those of `VisionFamily`."""
+    """The name of a multimodal model's tensor or module in its language model; None for those of audio. Those of the
+    vision tower have the name of `Source.stored`, or None without `spellings`, which are those of `VisionFamily`."""
     inner = name.removeprefix("model.")
-    if inner.startswith(_OF_IMAGES):
+    if inner.startswith(OF_TOWER):
         for spelling, place in (spellings or {}).items():
             inner = inner.replace(spelling, place)
         return None if spellings is None else inner
-    if inner.startswith(_OF_SOUND):
+    if inner.startswith(OF_SOUND):
         return None
     # transformers 4 wrote language_model.model.layers, version 5 writes model.language_model.layers.
     name = re.sub(r"^(model\.)?(language|text)_model\.(model\.)?", "model.", name)

@@ -102,7 +102,7 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
 
 def _shard_tower(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, how: dict[str, Any]) -> set[nn.Parameter]:
     """Shard a vision tower that trains, with a unit per block. Return the parameters of a frozen one, which each rank
-    keeps whole: it computes its own images, and no rank waits for another."""
+    keeps whole: it embeds the parts of its own rows, and no rank waits for another."""
     from torch.distributed.fsdp import fully_shard
 
     tower = model.vision

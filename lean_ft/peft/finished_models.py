@@ -63,20 +63,21 @@ def tokenizer_folder(*folders: Path) -> Path | None:
 
 
 def tokenizer_of(*folders: Path, chat_template: Path | None = None, model: Decoder | None = None) -> Tokenizer:
-    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` and `data.image_tokens`
+    """The tokenizer of the first of `folders` that holds one, with `data.chat_template_kwargs` and the limits of media
     of the run that wrote the first checkpoint among them.
 
-    chat_template: a file that replaces its template; model: was loaded from the last folder, and reads images if it has
-    its vision tower. Raises ValueError if there is no tokenizer.
+    chat_template: a file that replaces its template; model: was loaded from the last folder, and reads media if it has
+    its towers. Raises ValueError if there is no tokenizer.
     """
     tokenizer = load_tokenizer(tokenizer_folder(*folders) or folders[-1], chat_template)
     checkpoint = next((folder for folder in folders if (folder / TRAINING_STATE_FILE).is_file()), None)
     settings = {} if checkpoint is None else read_training_state(checkpoint)["settings"]
     tokenizer.chat_template_kwargs = template_kwargs(settings)
     if model is not None and model.vision is not None:
-        tokenizer.media = tuple(one.of_run(settings) for one in read_media(folders[-1], tokenizer.added_tokens))
-        for media in tokenizer.media:
-            media.check()
+        media = read_media(folders[-1], tokenizer.added_tokens)
+        tokenizer.media = tuple(medium.of_run(settings) for medium in media)
+        for medium in tokenizer.media:
+            medium.check()
     return tokenizer
 
 

@@ -4,7 +4,7 @@
 only the adapters' parameters are trained.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import get_args
 
@@ -21,7 +21,8 @@ from lean_ft.peft.cut_loading import UnreadBesideAdapter
 from lean_ft.peft.experts import PROJECTIONS, put_experts_adapter
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape, LoRAEmbedding, LoRALinear, LoRAOutput, adapted_layers
 from lean_ft.peft.new_rows import EMBEDDING, TrainedRows, put_rows, trained_rows
-from lean_ft.peft.targets import TOWER, find_targets, is_parameter_to_peft, is_projection_of_experts
+from lean_ft.peft.targets import find_targets, is_parameter_to_peft, is_projection_of_experts
+from lean_ft.peft.tower import TOWER, check_suits_tower
 from lean_ft.quantize.nf4 import check_available, to_nf4
 from lean_ft.settings import FrozenKind, LoRAConfig, MemoryConfig, ModelConfig
 from lean_ft.system.shards import ALONE, Ranks
@@ -73,7 +74,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
         raise ValueError("lora.dtype=model would train in float16, where small updates vanish. Set lora.dtype=float32.")
     names = find_targets(model, cfg.targets)
     if model.vision is not None:
-        _check_suits_tower([name for name in names if name.startswith(TOWER)], model.vision)
+        check_suits_tower([name for name in names if name.startswith(TOWER)], model.vision)
     if model.config.head_bias and (OUTPUT in names or model.source.new_ids):
         setting = "model.new_tokens" if model.source.new_ids else f"{OUTPUT} in lora.targets"
         raise ValueError(
@@ -105,21 +106,6 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     if model.source.new_ids:
         put_rows(model, model.source.new_ids, dtype)
     return len(names)
-
-
-def _check_suits_tower(names: Sequence[str], tower: nn.Module) -> None:
-    """Raise ValueError unless the vision tower trains exactly if it gets an adapter."""
-    is_trained = any(parameter.requires_grad for parameter in tower.parameters())
-    if names and not is_trained:
-        raise ValueError(
-            f"lora.targets has {names[0]}, a layer of the vision tower, and model.images=frozen does not train the "
-            "tower. Set model.images=train, or remove the pattern."
-        )
-    if is_trained and not names:
-        raise ValueError(
-            "model.images=train needs an adapter on the vision tower, since everything beside adapters is frozen. Set "
-            "model.images=frozen, or add layers of the tower to lora.targets, such as [all-linear,vision.blocks.*]."
-        )
 
 
 def _check_suits_parameter(name: str, shape: AdapterShape, init: str, is_stack: bool) -> None:

@@ -9,18 +9,19 @@ differs slightly from the trained model.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
+from lean_ft.models.load_options import LoadKeywords, torch_dtype
 from lean_ft.models.source import own_tensors
 from lean_ft.peft.layers import AdaptedLayer, adapted_layers, base_modules
 from lean_ft.peft.lora import take_adapters_off
 from lean_ft.peft.new_rows import trained_rows
 from lean_ft.peft.peft_format import load_adapter
 from lean_ft.peft.stored_adapter import base_model, ids_of_rows, labels_of
-from lean_ft.settings import ImagesMode
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,19 @@ def load_merged(
     adapter: str | Path,
     base: str | Path | None = None,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
-    images: ImagesMode = "none",
+    **options: Unpack[LoadKeywords],
 ) -> tuple[Decoder, MergeReport]:
     """Return a plain model with the adapter of a folder merged, and a report.
 
-    `images` is as in `load_model`. `base` is the model's folder; None uses the model that the adapter names. Needs
+    `options` are those of `load_model`, but for scores and new_ids, which the adapter has; the default dtype is
+    bfloat16. `base` is the model's folder; None uses the model that the adapter names. Needs
     memory for the model and one float32 matrix. Raises ValueError if the adapter is not supported or does not fit the
     model.
     """
     base = base_model(Path(adapter)) if base is None else base
-    new_ids = ids_of_rows(adapter)
-    model = load_model(base, device, dtype=dtype, scores=labels_of(adapter), new_ids=new_ids, images=images)
+    dtype = torch_dtype(options.get("dtype", torch.bfloat16))
+    keywords: LoadKeywords = {**options, "dtype": dtype, "scores": labels_of(adapter), "new_ids": ids_of_rows(adapter)}
+    model = load_model(base, device, **keywords)
     load_adapter(model, adapter)
     squares = []  # of each layer's weight, its change and the rounding error
     for layer in _mergeable_layers(model).values():

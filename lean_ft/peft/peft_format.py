@@ -256,7 +256,7 @@ def _stored_as(layer: AdaptedLayer) -> AdapterShape:
 def _target_modules(model: Decoder, names: list[str]) -> list[str]:
     """The last parts of the adapted layers' names if PEFT selects the same layers by them, otherwise the full names.
 
-    In a multimodal model, image encoders have layers of these names too.
+    In a multimodal model, the vision tower has layers of these names too.
     """
     short = sorted({name.rpartition(".")[2] for name in names})
     meant = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models.config_json import REWARD_LABELS, Labels, label_fields
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header
-from lean_ft.models.source import is_of_images, name_in_language_model
+from lean_ft.models.source import is_of_tower, name_in_language_model
 from lean_ft.models.vision.config import SPELLINGS
 from lean_ft.peft.layers import AdapterShape
 from lean_ft.peft.lora import SCORE
@@ -65,10 +65,10 @@ class StoredAdapter:
     def without_tower(self) -> "StoredAdapter":
         """The adapter for a model without its vision tower."""
         tensors, shapes = (
-            {name: value for name, value in by_name.items() if not is_of_images(name)}
+            {name: value for name, value in by_name.items() if not is_of_tower(name)}
             for by_name in (self.tensors, self.shapes)
         )
-        outside = [*self.outside, *(f"model.{name}" for name in self.tensors if is_of_images(name))]
+        outside = [*self.outside, *(f"model.{name}" for name in self.tensors if is_of_tower(name))]
         return replace(self, tensors=tensors, shapes=shapes, outside=outside)
 
 

@@ -9,12 +9,11 @@ from lean_ft.models.frozen_weight import FrozenParameter
 from lean_ft.models.moe import Experts, Router, experts_of
 from lean_ft.peft.experts import PROJECTIONS, LoRAExperts
 from lean_ft.peft.layers import adapted_layers
+from lean_ft.peft.tower import ALL_LINEAR, IN_UNREAD_TOWER, TOWER, matched_in_tower, matches_unread_tower
 from lean_ft.system.parameter_names import matches_name
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import counted
 
-ALL_LINEAR = "all-linear"
-TOWER = "vision."  # begins the names of the vision tower's layers
 TIED = (
     "takes no adapter, because this model's embedding is also its output layer (tie_word_embeddings) and the adapter "
     "would change only one of them"
@@ -43,7 +42,7 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
             raise ValueError(f"lora.targets: {tied[0]} {TIED}. Set other targets, or train without an adapter.")
         matched = [name for name, module in modules.items() if _matches(name, module, pattern)]
         if not names_tower or not matched:
-            matched += _matched_in_tower(model, modules, pattern, is_alone=not matched)
+            matched += matched_in_tower(model, modules, pattern, is_alone=not matched)
         if not matched:
             raise ValueError(_nothing_matched(model, pattern, modules))
         other = [name for name in matched if not is_adaptable(modules[name])]
@@ -57,28 +56,6 @@ def find_targets(model: Decoder, patterns: Sequence[str]) -> list[str]:
             )
         targets.update(set(matched) - set(other))
     return [name for name in modules if name in targets]
-
-
-def _matched_in_tower(model: Decoder, modules: dict[str, nn.Module], pattern: str, *, is_alone: bool) -> list[str]:
-    """Return the tower's layers with a weight that match a pattern without `vision` at its beginning.
-
-    is_alone: the pattern matches nothing in the language model, so a match in a tower that does not train raises
-    ValueError.
-    """
-    if model.vision is None or pattern == ALL_LINEAR:
-        return []
-    kinds = nn.Linear | nn.Conv2d | nn.Conv3d
-    layers = [name for name, module in modules.items() if name.startswith(TOWER) and isinstance(module, kinds)]
-    matched = [name for name in layers if matches_name(model.source.module_name(name), pattern)]
-    matched = matched or [name for name in layers if matches_name(name, pattern)]
-    if any(parameter.requires_grad for parameter in model.vision.parameters()):
-        return matched
-    if matched and is_alone:
-        raise ValueError(
-            f"lora.targets: {pattern!r} matches only layers of the vision tower ({matched[0]}), and "
-            "model.images=frozen does not train the tower. Set model.images=train, or remove the pattern."
-        )
-    return []
 
 
 def is_projection_of_experts(model: nn.Module, name: str) -> bool:
@@ -125,18 +102,14 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
         is_layer = name.startswith("model.layers.") and not name.endswith((".mamba.out_proj", ".router.proj"))
         return is_layer and is_adaptable(module) and not isinstance(module, Router | nn.Embedding)
-    if name.startswith(TOWER) and not pattern.startswith("vision"):  # see `_matched_in_tower`
+    if name.startswith(TOWER) and not pattern.startswith("vision"):  # see `matched_in_tower`
         return False
     return matches_name(name, pattern)
 
 
 def _nothing_matched(model: Decoder, pattern: str, modules: dict[str, nn.Module]) -> str:
-    unread = [name.rpartition(".")[0] for name, model_name in model.source.names.items() if model_name is None]
-    if model.vision is None and any(matches_name(name, pattern) for name in unread):
-        return (
-            f"lora.targets: {pattern!r} matches only layers of the model's vision tower, and model.images=none loads "
-            "the language model alone. Set model.images=train, or remove the pattern."
-        )
+    if matches_unread_tower(model, pattern):
+        return f"lora.targets: {pattern!r} {IN_UNREAD_TOWER}"
     adaptable = {name for name, module in modules.items() if is_adaptable(module)}
     names = sorted({name.rpartition(".")[2] for name in adaptable if not name.startswith(TOWER)})
     of_tower = sorted({name.rpartition(".")[2] for name in adaptable if name.startswith(TOWER)}.difference(names))

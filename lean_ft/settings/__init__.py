@@ -49,11 +49,11 @@ from lean_ft.settings.losses import (
 from lean_ft.settings.model import (
     FrozenKind,
     GroupSize,
-    ImagesMode,
     LoRAConfig,
     ModelConfig,
     QuantizeConfig,
     QuantizedKind,
+    TowerMode,
 )
 from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
 from lean_ft.settings.run import (
@@ -93,7 +93,6 @@ __all__ = [
     "GenerationConfig",
     "GroupSize",
     "GroupT",
-    "ImagesMode",
     "KeepTeacherConfig",
     "LoRAConfig",
     "LogConfig",
@@ -126,6 +125,7 @@ __all__ = [
     "Settings",
     "Sources",
     "ToolsConfig",
+    "TowerMode",
     "TrainingConfig",
     "UnpairedDataConfig",
     "UnpairedLossConfig",

@@ -100,7 +100,7 @@ class Settings(BaseModel):
         the user. Plans take such a step."""
         return self
 
-    def for_adapter(self) -> dict[str, str]:
+    def for_adapter(self) -> dict[str, object]:
         """The settings to change, by name, if an adapter trains instead of the model's weights."""
         return {}
 

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, P
 from lean_ft.settings.base import Dtype, Fraction, Name, Settings, spelled_out
 from lean_ft.system.user_functions import use_family
 
-ImagesMode = Literal["none", "frozen", "train"]
+TowerMode = Literal["none", "frozen", "train"]
 FrozenKind = Literal["auto", "none", "nf4", "as_stored", "float8"]
 
 
@@ -31,7 +31,7 @@ class ModelConfig(Settings):
     """Tokens to add to the vocabulary. Their rows in the embedding and the output layer start at the mean of the other
     rows and are trained, also beside an adapter, or alone with lora.targets=[]. Checkpoints have them in
     tokenizer.json."""
-    images: ImagesMode = "none"
+    images: TowerMode = "none"
     """Images in rows. `none`: only the language model of a multimodal model is loaded, and rows have no images.
     `frozen`: the vision tower computes embeddings and is not trained. `train`: it trains too, and beside an adapter the
     layers of the tower
@@ -46,7 +46,7 @@ class ModelConfig(Settings):
         """Whether the vision tower of a multimodal model is loaded."""
         return self.images != "none"
 
-    def for_adapter(self) -> dict[str, Any]:
+    def for_adapter(self) -> dict[str, object]:
         return {"images": "frozen"} if self.images == "train" else {}  # an adapter leaves the vision tower alone
 
     def of_same_rows(self, path: str) -> Self:

@@ -59,7 +59,7 @@ class OptimizerConfig(Settings):
     stochastic_rounding: bool = False
     """Round updates of bfloat16 weights up or down at random, so that small updates are not lost."""
 
-    def for_adapter(self) -> dict[str, Any]:
+    def for_adapter(self) -> dict[str, object]:
         return {"stochastic_rounding": False} if self.stochastic_rounding else {}  # an adapter is float32
 
 

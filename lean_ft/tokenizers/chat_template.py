@@ -95,8 +95,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot render these messages: {reason}") from None
 
     def _writes_texts(self, variables: dict[str, Any]) -> bool:
-        """Whether the template writes contents that are strings. Some of models with images write content parts alone
-        (SmolVLM)."""
+        """Whether the template writes contents that are strings. Some of multimodal models write content parts
+        alone (SmolVLM)."""
         if self._reads_texts is None:
             self._reads_texts = True  # while the probes are rendered, and for a template that rejects them
             with contextlib.suppress(ValueError):

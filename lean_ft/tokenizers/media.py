@@ -32,7 +32,10 @@ class Media(Protocol):
         ...
 
 
-SETTINGS_IN_FILES = ("data.image_tokens",)  # that `Media.write_limits` writes
+LIMITS = ("data.image_tokens",)
+"""Settings that limit how many tokens a part becomes; null by default. `Media.write_limits` writes them."""
+MEDIA_PACKAGES = ("images",)
+"""Packages of lean_ft whose code decides how parts become tokens."""
 
 
 def read_media(folder: Path, added_tokens: Mapping[str, int] | None = None) -> tuple[Media, ...]:

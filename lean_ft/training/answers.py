@@ -101,7 +101,7 @@ def answer_held_out(
     sequence has no question (plain text), or the pattern finds nothing in an expected answer.
     """
     questions, most_tokens = list[tuple[Document, list[int]]](), 0
-    for batch in held_out:  # which is not kept
+    for batch in held_out:  # whose built inputs are not kept
         questions += batch.questions()
         most_tokens = max(most_tokens, batch.num_tokens)
     questions = _spread(questions, max_questions)

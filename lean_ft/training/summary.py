@@ -15,7 +15,7 @@ from lean_ft.models.attention.kernels import any_in_blocks, describe_kernels
 from lean_ft.models.config_json import dropouts
 from lean_ft.models.drafting import drafting_remark
 from lean_ft.models.frozen_weight import num_parameters, quantized_weights
-from lean_ft.models.vision.describing import tower_of_part
+from lean_ft.models.vision.tower import NO_TOWER
 from lean_ft.optim import first_decay_step, num_warmup_steps
 from lean_ft.peft import has_adapter
 from lean_ft.peft.targets import describe_targets
@@ -210,7 +210,8 @@ def describe_model(model: nn.Module) -> str:
         return text
     source = model.source
     if source.part_of:
-        text += f"; the language model of {source.part_of}, {tower_of_part(model.vision)}"
+        tower = NO_TOWER if model.vision is None else model.vision.describe()
+        text += f"; the language model of {source.part_of}, {tower}"
     if source.quantization:
         method = source.quantization["quant_method"]
         is_kept = {"mxfp4": "mxfp4", "fp8": "float8"}[method] in {weight.form.kind for weight in quantized}

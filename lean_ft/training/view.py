@@ -13,11 +13,11 @@ from lean_ft.models.vision.loading import PROCESSOR_FILES
 from lean_ft.peft.finished_models import template_kwargs
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.chat_template import with_defaults
-from lean_ft.tokenizers.media import SETTINGS_IN_FILES, Media, media_of_run
+from lean_ft.tokenizers.media import LIMITS, Media, media_of_run
 from lean_ft.tokenizers.template_files import write_templates
 
 # Settings that files of the folder have: `save_view`, and the tokenizer's own files.
-IN_FILES = ("data.chat_template", "data.chat_template_kwargs", *SETTINGS_IN_FILES, "model.new_tokens")
+IN_FILES = ("data.chat_template", "data.chat_template_kwargs", *LIMITS, "model.new_tokens")
 # Settings that no file has, with a sentence for people who use the model elsewhere.
 SENTENCES: Mapping[str, Callable[[Any], str]] = {
     "data.system": lambda text: f"begin each chat with the run's system message (data.system): {text!r}",

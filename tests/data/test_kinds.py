@@ -11,7 +11,7 @@ from lean_ft.data.kinds import Kind, kinds_in, next_cut
 from lean_ft.data.largest import largest_batch
 from lean_ft.images.rules import image_rules
 from lean_ft.models import load_model
-from lean_ft.settings import ImagesMode, SFTDataConfig
+from lean_ft.settings import SFTDataConfig, TowerMode
 from tests.training.image_runs import model_folder
 
 
@@ -40,7 +40,7 @@ def test_a_cut_fits_all_kinds_of_a_document():
 @torch.no_grad()
 def test_a_frozen_tower_encodes_a_batch_once_and_a_trained_one_in_each_pass(tmp_path: Path):
     folder = model_folder("qwen3_vl", tmp_path)
-    modes: dict[ImagesMode, int] = {"frozen": 1, "train": 2}
+    modes: dict[TowerMode, int] = {"frozen": 1, "train": 2}
     data = SFTDataConfig.model_validate({"source": "unread", "max_length": 64})
     for images, passes in modes.items():
         model, calls = load_model(folder, images=images), list[int]()

@@ -20,6 +20,21 @@ class Multimodal:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
+# How names of tensors outside of the language model begin.
+OF_TOWER = (
+    "vision_",
+    "visual.",
+    "visual_",
+    "image_",
+    "video_tower.",
+    "embed_vision.",
+    "high_res_vision_",
+    "vqmodel.",
+)
+OF_TOWER += ("multi_modal_projector.", "mm_projector.", "projector.", "connector.", "aligner.", "merger.", "mlp1.")
+OF_TOWER += ("generation_", "mlp_AR.")
+OF_SOUND = ("audio_tower.", "embed_audio.")
+OTHER_FIELDS = ("image", "video", "vision", "audio")  # parts of names of fields that the language model does not have
 # Sizes that many published multimodal models leave out.
 SIZES_7B: dict[str, dict[str, int]] = {
     "llama": {"hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -104,3 +119,8 @@ MULTIMODAL: dict[str, Multimodal] = {
     "vipllava": Multimodal(_ANY),
 }
 # fmt: on
+
+
+def not_multimodal(model_type: Any) -> str:
+    """Say that a model has no vision tower, for an error behind its folder."""
+    return f"is not a model that reads images (its model_type is {model_type!r})"

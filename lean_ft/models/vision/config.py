@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lean_ft.images.rules import image_rules
 from lean_ft.system.config_fields import MAX_LAYERS, ConfigFields, listed
 
 if TYPE_CHECKING:
@@ -322,6 +324,12 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "qwen2_5_vl": VisionFamily(_qwen2_5_vl, _QWEN2_5_DEFAULTS, _QWEN2_5, alternating_axes=False),
 }
 # fmt: on
+
+
+def read_tower(folder: Path, config: Mapping[str, Any], decoder: "DecoderConfig") -> VisionConfig:
+    """`vision_config` of a model folder with this config.json, with the scale of its image processor's colors."""
+    tower, rules = vision_config(config, decoder, str(folder / "config.json")), image_rules(folder)
+    return replace(tower, mean=rules.mean, std=rules.std)
 
 
 def vision_config(config: Mapping[str, Any], decoder: "DecoderConfig", where: str = "config.json") -> VisionConfig:

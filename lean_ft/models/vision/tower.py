@@ -25,8 +25,10 @@ from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
 from lean_ft.models.rope import rotate_both
 from lean_ft.models.vision.config import VisionConfig
 from lean_ft.models.vision.places import Grid, in_blocks, moved, places_in_blocks
+from lean_ft.system.shards import whole_numel
 from lean_ft.system.world import device_type
 
+NO_TOWER = "without its image encoder"  # see `VisionTower.describe`
 GROUP_PATCHES = 16_384  # patches that a frozen tower computes at a time, in whole images
 
 
@@ -306,6 +308,20 @@ class VisionTower(nn.Module):
         side, nothing = self.config.merge, torch.empty(0, dtype=torch.int64, device=device)
         patches = torch.zeros(side**2, 3, *[self.config.patch_size] * 2, dtype=torch.uint8, device=device)
         return Images(patches, ((side, side),), nothing, nothing)
+
+    def shown_by_first_token(self, device: torch.device) -> dict[str, Any]:
+        """The argument of the decoder's forward pass with a black image of one token, in the place of the first
+        token."""
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        return {"images": self.no_images(device)._replace(places=first, rows=first)}
+
+    def describe(self) -> str:
+        """`with its image encoder: 1,234 parameters, frozen`, for the line about the model."""
+        parameters = list(self.parameters())
+        count, trained = (
+            sum(map(whole_numel, some)) for some in (parameters, [p for p in parameters if p.requires_grad])
+        )
+        return f"with its image encoder: {count:,} parameters, {f'{trained:,} trained' if trained else 'frozen'}"
 
     def put(self, hidden: Tensor, images: Images) -> tuple[Tensor, list[Tensor]]:
         """Replace the decoder's embeddings (B, T, D) of image tokens. Also return what to add to them after its first
