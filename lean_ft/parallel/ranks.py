@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
@@ -263,6 +262,8 @@ class ManyRanks(Ranks):
         return counts.tolist()
 
     def gather_no_more(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule  # here, since it imports the compiler
+
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,6 +1,7 @@
 """Options of `load_model`: by name, or from the settings of a model."""
 
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lean_ft.settings import ModelConfig
 
 
 def test_each_option_is_a_keyword():
-    assert [field.name for field in fields(LoadOptions)] == list(LoadKeywords.__annotations__)
+    assert {field.name for field in fields(LoadOptions)} == get_type_hints(LoadKeywords).keys()
 
 
 @pytest.mark.parametrize(

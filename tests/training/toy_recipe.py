@@ -66,7 +66,7 @@ class Batches:
 
 
 class Tokenizer:
-    files, chat_template = (), None
+    files, chat_template, media = (), None, ()
 
     def save(self, path: Path) -> None:
         (path / "tokenizer.json").write_text("{}")
