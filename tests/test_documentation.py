@@ -3,6 +3,7 @@
 Printed output is compared with the output that a document shows: words, labels and columns, but not numbers.
 """
 
+import ast
 import dataclasses
 import html
 import importlib
@@ -280,6 +281,44 @@ def typed(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     if file:
         Path(file).write_text(printed.out)
     return printed.out
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_loop_on_a_front_page_is_that_of_the_recipe(name):
+    """Equal statements; comments and line breaks may differ."""
+    recipe = ast.parse((ROOT / "recipes" / "full_finetune_single_device.py").read_text())
+    [loop] = [node for node in ast.walk(recipe) if isinstance(node, ast.For) and "run.steps" in ast.unparse(node.iter)]
+    [shown] = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+    assert ast.unparse(ast.parse(shown)) == ast.unparse(loop)
+
+
+@pytest.mark.long
+def test_the_first_fine_tune_learns_its_rows(tmp_path, monkeypatch, capsys):
+    """The commands of README.md, as written, in an empty folder, twice."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text()
+    [(name, rows)] = HEREDOC.findall(text)
+    Path(name).write_text(rows)
+    [(block, answer)] = re.findall(r"^(```bash\nleanft run finetune .*?^```\n)\n```text\n(.*?)\n```", text, re.M | re.S)
+    commands = [command.line for command in commands_in(block)]
+    for line in commands * 2:
+        printed = typed(line, capsys)
+        if line.startswith("leanft generate "):
+            assert printed.strip() == answer
+    for row in map(json.loads, rows.splitlines()):
+        asked = typed(f"leanft generate runs/first prompt={shlex.quote(row['prompt'])}", capsys)
+        assert asked.strip() == row["completion"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_shells_pass_each_command_as_it_is_written(document):
+    """zsh takes an unquoted bracket for a pattern of file names, and refuses the command."""
+    text = document.read_text()
+    inline = re.findall(r"`(leanft [^`]*=[^`]*)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S))
+    for line in [*(command.line for command in commands_in(text)), *inline]:
+        typed_line = re.sub(r" \[(--[^\]]*)\]", r" \1", line)  # brackets around what is optional
+        outside_quotes = re.sub(r"""'[^']*'|"[^"]*\"""", "", typed_line)
+        assert not re.search(r"[\[\]*?]", outside_quotes), f"quote the value: {line}"
 
 
 @pytest.fixture
