@@ -4,7 +4,8 @@
 
 Reads `results/`. lean_ft's bars of the upper panel are allocations on a simulated GPU (pretended_torchtune.py,
 pretended_ladder.py), and those of the lower panel were measured on a CPU (compare_torchtune.py). torchtune's bars are
-its published figures, and on the CPU its own recipe on the same machine. Writes `docs/assets/memory.png`.
+its published figures, and on the CPU its own recipe on the same machine. Writes `docs/assets/memory.png`, and all of
+its words and numbers into the file's description, which tests/benchmarks/test_draw_memory.py compares with the results.
 """
 
 import json
@@ -13,8 +14,10 @@ from typing import Any
 
 import matplotlib
 from make_tables import find_result
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 from published_speed import TORCHTUNE
 from results import GIB, RESULTS, ROOT, Hardware, console, tokens_per_second
 
@@ -37,6 +40,7 @@ FURTHER = {
     "+ bfloat16 sums in the loss,\ntied gradient on the host": "+ tied gradient on the host",
     "+ optimizer state streamed\nfrom the host": "+ optimizer state streamed",
 }
+PICTURE = ROOT / "docs" / "assets" / "memory.png"
 INK, GREY, OURS, THEIRS = "#1b1f24", "#59616c", "#2f6fde", "#b4bcc8"
 
 
@@ -66,6 +70,15 @@ def frame(axes: Any, top: float, labels: list[str], widest: float, title: str, b
     axes.figure.text(0.02, top - 0.028, below, size=10, color=GREY, va="top", linespacing=1.4)
 
 
+def real_gpu() -> str:
+    """What a real GPU showed, next to the plan, in one sentence."""
+    result = read("gpu_presets")
+    rows = [row for row in result["rows"] if row["status"] == "ok"]
+    largest = max(abs(row["allocated_bytes"] / row["predicted_bytes"] - 1) for row in rows)
+    card = Hardware(result["hardware"]).short_name
+    return f"On a real {card}, {len(rows)} presets allocated what the plan says, to {largest:.2%}."
+
+
 def draw_gpu(axes: Any) -> None:
     compared = {(row["label"], row["side"]): row for row in read("pretended_torchtune")["rows"]}
     ladder = {row["label"]: row for row in read("pretended_ladder_ladder")["rows"]}
@@ -84,9 +97,9 @@ def draw_gpu(axes: Any) -> None:
         0.985,
         labels,
         64,
-        "Peak GPU memory of full fine-tuning, 3B model",
-        "Llama-3.2-3B, 2 x 4,096 tokens in bfloat16. Each row adds one technique.\n"
-        "Simulated A100: CUDA's own allocator serves a training step, without a card. No GPU has run lean_ft yet.",
+        "Peak allocated GPU memory of full fine-tuning, 3B model",
+        "Llama-3.2-3B, 2 x 4,096 tokens in bfloat16, on a simulated A100, whose memory CUDA's own allocator serves.\n"
+        f"Each row adds one technique. {real_gpu()}",
     )
     axes.legend(
         handles=[
@@ -127,15 +140,27 @@ def draw_cpu(axes: Any) -> None:
     )
 
 
-def main(path: Path = ROOT / "docs" / "assets" / "memory.png") -> None:
-    """Draw both panels into one picture."""
+def picture() -> Figure:
+    """Both panels in one picture."""
     figure = plt.figure(figsize=(9.6, 8.2), dpi=150)
     draw_gpu(figure.add_axes((0.26, 0.22, 0.73, 0.68)))
     draw_cpu(figure.add_axes((0.26, 0.035, 0.73, 0.105)))
     source = TORCHTUNE.removeprefix("https://")
     figure.text(0.02, 0.008, f"torchtune's published figures: {source} (peak memory active)", size=8, color=GREY)
+    return figure
+
+
+def words(figure: Figure) -> str:
+    """All words and numbers of a picture, a line each."""
+    texts = (text.get_text() for text in figure.findobj(Text) if isinstance(text, Text))
+    return "\n".join(" ".join(text.split()) for text in texts if text.strip())
+
+
+def main(path: Path = PICTURE) -> None:
+    """Draw the picture."""
+    figure = picture()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Description": words(figure)})
     console.print(str(path.relative_to(ROOT)), markup=False)
 
 

@@ -54,9 +54,9 @@ def settings_in(text: str) -> list[str]:
     text = re.sub(r"```(?:python|text).*?```", "", text, flags=re.DOTALL)
     text = re.sub(r"`(?:\w+\.)*\w+\([^`]*\)`", "", text)
     found = re.findall(
-        r"(?:^|(?<=[\s`(]))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
+        r"(?:^|(?<=[\s`(']))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
     )
-    pairs = [(key, choice) for key, value in found for choice in value.strip('".,;').split("|")]
+    pairs = [(key, choice) for key, value in found for choice in value.strip("'\".,;").split("|")]
     return sorted({f"{key}={PLACEHOLDERS.get(value, value)}" for key, value in pairs} - NO_SETTING)
 
 
