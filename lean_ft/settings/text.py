@@ -176,7 +176,9 @@ class _Reader:
                 value = _read(_override_value(key, text, entry_schema(mapping)), entry_schema(mapping))
                 self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, self.given_by)
             else:
-                value = _override_value(key, text, self._schema(setting, text)) if setting and not entry else Plain(text)
+                value = (
+                    _override_value(key, text, self._schema(setting, text)) if setting and not entry else Plain(text)
+                )
                 self._take(key, value, lambda _: self.given_by)
         except ValueError as error:  # invalid YAML
             self.problems.append(f"{_at(override, self.given_by)}: {error}")
