@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel
@@ -15,9 +15,12 @@ from lean_ft.hub.paths import free_directory
 from lean_ft.settings import ParallelConfig, RecipeConfig
 from lean_ft.settings.base import spelled_out
 from lean_ft.settings.converted_config import refuse_other_tools
+from lean_ft.settings.hints import hint_for_command
 from lean_ft.settings.text import COMMAND_LINE, load_config, preset_fits, preset_recipe, preset_values
 from lean_ft.system import catalog
 from lean_ft.system.user_functions import use_family
+
+Found = TypeVar("Found")
 
 
 def _starting(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -215,4 +218,13 @@ def find(
                 f"{config} names the recipe {recipe}, whose code this command would run. Read the file, and if you "
                 f"trust it, name it too: {shlex.quote(recipe)} --config {shlex.quote(str(config))}"
             )
-    return catalog.find_recipe(recipe), preset, overrides
+    return found(catalog.find_recipe, recipe), preset, overrides
+
+
+def found(find: Callable[[str], Found], name: str) -> Found:
+    """Return what `find` finds by its name. The error for another tool's name says what lean_ft has instead."""
+    try:
+        return find(name)
+    except ValueError as error:
+        hint = hint_for_command(name)
+        raise ValueError(f"no recipe is called '{name}'.{hint}" if hint else str(error)) from None

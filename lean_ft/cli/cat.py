@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
-from lean_ft.cli.arguments import Debug, RecipeOrPreset
+from lean_ft.cli.arguments import Debug, RecipeOrPreset, found
 from lean_ft.settings.describing import COMMON, commented_yaml, config_schema, describe, one_line_each
 from lean_ft.system import catalog
 from lean_ft.system.log import show
@@ -30,7 +30,7 @@ def cat(
     debug: Debug = False,
 ) -> None:
     """Print a preset, or a recipe's settings with defaults, units and meaning."""
-    file = catalog.find_either(name)
+    file = found(catalog.find_either, name)
     if isinstance(file, Path) and file.suffix != ".py":
         if schema or only:
             extra = "--schema" if schema else (only or [""])[0]
@@ -57,7 +57,7 @@ def _first_read(config_class: type[BaseModel]) -> str:
 
 def help_of_recipe(name: str) -> str:
     """Return the text of `leanft run RECIPE --help`: the settings, one per line."""
-    recipe_file = catalog.find_recipe(name)
+    recipe_file = found(catalog.find_recipe, name)
     return (
         f"leanft run {name} [--config NAME|PATH] [KEY=VALUE ...]\n\n{catalog.summary(recipe_file)}\n\n"
         f"{one_line_each(catalog.load_recipe(recipe_file).Config)}\n"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lean_ft.cli.arguments import Debug, RecipeOrPreset, run_command
+from lean_ft.cli.arguments import Debug, RecipeOrPreset, found, run_command
 from lean_ft.settings.text import preset_recipe, preset_values
 from lean_ft.system import catalog
 
@@ -17,7 +17,7 @@ def cp(
     debug: Debug = False,
 ) -> None:
     """Copy a recipe or a preset for editing."""
-    source = catalog.find_either(name)
+    source = found(catalog.find_either, name)
     copy = catalog.copy_to(source, destination, force=force)
     copied = source.file if isinstance(source, catalog.Alias) else source
     if copy.suffix != ".py":

@@ -7,16 +7,17 @@ that the run failed: any other error, including a ValueError raised inside torch
 import contextlib
 import errno
 import itertools
+import re
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from lean_ft.settings.describing import describe
-from lean_ft.settings.hints import replacement
+from lean_ft.settings.hints import hint_for_command, replacement
 from lean_ft.settings.other_tools import VALUE, assigned
 from lean_ft.system import catalog
 from lean_ft.system.foreign_values import valid_text
@@ -113,6 +114,8 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
     command = context.command_path if context is not None else "leanft"
     if context is None or not hasattr(error, "possibilities") or not hasattr(error, "option_name"):
         message = error.format_message()
+        if (unknown := re.match(r"No such command '([^']+)'", message)) and context is not None and not context.parent:
+            return unknown_command(unknown[1], context.command.commands)
         return f"{message[:1].lower()}{message[1:]} See: {command} --help"
     parameters, option = context.command.params, error.option_name
     options = [name for parameter in parameters for name in parameter.opts]
@@ -121,6 +124,12 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
     hint = hint or (_as_setting(option, arguments) if takes_settings else "") or did_you_mean(option, options)
     hint = hint or (_as_setting(option, arguments, or_nearest=True) if takes_settings else "")
     return f"{command} has no option {option}.{hint or f' See: {command} --help'}"
+
+
+def unknown_command(name: str, verbs: Iterable[str]) -> str:
+    """Return the message for a word that is neither a verb nor a recipe."""
+    hint = hint_for_command(name) or did_you_mean(name, [*verbs, *catalog.recipes()])
+    return f"no such command '{name}'.{hint} See: leanft --help"
 
 
 def _as_setting(option: str, arguments: Sequence[str], or_nearest: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from lean_ft.cli.arguments import Debug
+from lean_ft.cli.arguments import Debug, found
 from lean_ft.cli.output import print_rows, print_table, stdout
 from lean_ft.settings.describing import describe
 from lean_ft.settings.text import preset_fits, preset_recipe, preset_values
@@ -33,7 +33,7 @@ def ls(
             print_rows("With a trained model", uses)
         _print_presets("Presets", catalog.presets())
         return
-    file = catalog.find_recipe(recipe)
+    file = found(catalog.find_recipe, recipe)
     module = catalog.load_recipe(file)
     settings = describe(module.Config)
     presets = {name: preset for name, preset in catalog.presets().items() if _is_of(preset, recipe, module)}

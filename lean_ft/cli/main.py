@@ -121,15 +121,14 @@ def _recipe_names() -> set[str]:
 
 
 def _as_meant(arguments: list[str]) -> list[str]:
-    """Replace `help` by --help, and insert `run` before a recipe's name, as in `leanft chat runs/first`."""
+    """Replace `help` by --help, move options before the verb behind it, and insert `run` before a recipe's name, as in
+    `leanft chat runs/first`."""
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
     verbs = {verb.__name__.rpartition(".")[2].replace("_", "-") for verb in VERBS} | {"data"}
-    if arguments[:1] == ["train"]:
-        raise ValueError(
-            "no such command 'train'. `leanft run RECIPE` trains, such as leanft run finetune; `leanft ls` lists "
-            "recipes."
-        )
+    first = next((place for place, word in enumerate(arguments) if word in verbs | _recipe_names()), 0)
+    if first and arguments[0].startswith("-"):
+        arguments = [arguments[first], *arguments[:first], *arguments[first + 1 :]]
     return ["run", *arguments] if {*arguments[:1]} & (_recipe_names() - verbs) else arguments
 
 

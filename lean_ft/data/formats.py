@@ -18,6 +18,7 @@ may be a rendered chat; inside messages they are ordinary text.
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any, ClassVar, NamedTuple, Self
 
 from lean_ft.data.chats import Chat, check_text, parse_if_json, read_chat, read_opening, read_tools, read_variables
@@ -38,7 +39,7 @@ from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, names_of
 from lean_ft.data.sources import RowSources
 from lean_ft.settings import DataConfig, RowsConfig
-from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean, nearest
 from lean_ft.system.user_functions import is_function_path
 from lean_ft.tokenizers import Passage, Tokenizer, TrainOn
 from lean_ft.tokenizers.chat_template import variables_of
@@ -160,7 +161,7 @@ class RowFormat(NamedTuple):
                 renamed = f" (for `{name}`, by data.columns)" if theirs != name else ""
                 raise ValueError(
                     f"no field `{theirs}`{renamed}. The format {self.name} needs {', '.join(required)}; the row has "
-                    f"{names_of(row.fields)}. {RENAME}"
+                    f"{names_of(row.fields)}. {how_to_rename(row.fields, required)}"
                 )
         prompts, others = self.fields.prompts, set[str]()
         if given := [names for names in prompts if any(is_given(fields.get(name)) for name in names)]:
@@ -209,7 +210,15 @@ def reading(row: Row) -> Iterator[None]:
         raise ValueError(f"{row.place}: its objects are nested too deeply to be rendered.") from None
 
 
-RENAME = "If a column has another name, set data.columns: data.columns.prompt=question."
+def how_to_rename(fields: Iterable[str], names: Sequence[str]) -> str:
+    """Return the end of a message for rows whose `fields` lack the `names`: the field that is one of them with a typing
+    error, or how columns are renamed."""
+    fields, absent = list(fields), [name for name in names if name not in fields]
+    for field in (field for field in fields if field not in names):
+        if meant := nearest(field, absent, least=0.8):
+            setting = quote(f"data.columns.{meant}={field}")
+            return f"Did you mean '{meant}' by `{field}`? Rename the field, or set {setting}."
+    return f"If a column has another name, set data.columns, such as data.columns.{(absent or names)[0]}=NAME."
 
 
 def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
@@ -218,7 +227,7 @@ def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
         if ours not in names:
             raise ValueError(
                 f"data.columns.{ours}: no format of this recipe has such a field; the fields are {', '.join(names)}. "
-                f"data.columns.prompt=question reads `prompt` from `question`.{did_you_mean(ours, names)}"
+                f"data.columns.{names[0]}=NAME reads `{names[0]}` from the column NAME.{did_you_mean(ours, names)}"
             )
 
 
@@ -255,15 +264,19 @@ def _detect(
         for row in readable:
             name = next((name for name in (best, *every) if fits(name, row)), f"none ({names_of(row.fields)})")
             kinds.setdefault(name, []).append(row.place)
+        bad = next(row for row in readable if not fits(best, row))
+        hint = how_to_rename(bad.fields, every[best].required)
         listed = "".join(f"\n  {name}: {_shortened(places)}" for name, places in kinds.items())
         raise ValueError(
             f"the first {len(readable)} rows have different formats:{listed}\nPut each format into its own file and "
-            f"list the files in data.source, or skip rows of other formats with data.on_bad_row=skip. {RENAME}"
+            f"list the files in data.source, or skip rows of other formats with data.on_bad_row=skip. {hint}"
         )
     expected = "; ".join(f"{name}: {', '.join(known[name].required)}" for name in known)
+    names = list(dict.fromkeys(name for fields in known.values() for name in fields.required))
+    hint = how_to_rename(readable[0].fields, names)
     raise ValueError(
         f"{readable[0].place}: cannot detect the format from the fields {names_of(readable[0].fields)}. Expected the "
-        f"fields of one format ({expected}) in the first {NUM_ROWS_TO_DETECT} rows. {RENAME}"
+        f"fields of one format ({expected}) in the first {NUM_ROWS_TO_DETECT} rows. {hint}"
     )
 
 

@@ -18,10 +18,10 @@ from lean_ft.data.documents import Renderer, renderer_of
 from lean_ft.data.foreign_fields import is_given
 from lean_ft.data.formats import (
     FORMATS,
-    RENAME,
     Fields,
     RowReader,
     as_chat,
+    how_to_rename,
     join,
     reading,
     refuse_in_plain_text,
@@ -198,7 +198,7 @@ class PromptReader(RowReader):
             if asked is None or asked == []:
                 raise ValueError(
                     f"the row has {names_of(row.fields)}; expected `prompt` (a text or messages) or `messages`. "
-                    f"{RENAME}"
+                    f"{how_to_rename(fields, ('prompt', 'messages'))}"
                 )
             return asked, fields
 

@@ -5,7 +5,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from lean_ft.settings.describing import Setting
 from lean_ft.settings.other_tools import (
+    NEEDLESS,
     RECIPE,
+    UNSUPPORTED,
     VALUE,
     Equivalent,
     Settings,
@@ -44,8 +46,19 @@ def hint_for_value(setting: Setting, value: JSON, settings: Mapping[str, Setting
     return did_you_mean(value, expected) if isinstance(value, str) and " | " in setting.type else ""
 
 
+def hint_for_command(name: str) -> str:
+    """Return the end of a message for a name that is no command and no recipe: what other tools' command is here."""
+    if (row := table("commands").get(name.lower())) is None:
+        return ""
+    command, _, note = str(row).partition("; ")
+    if command in (NEEDLESS, UNSUPPORTED):
+        return f" {_sentence(f'{command}: {note}')}"
+    return f" Run `{command.replace(VALUE, name.lower())}`." + (f" {_sentence(note)}" if note else "")
+
+
 def _hint(meant: str, sentence: str = "") -> str:
-    return (f" Did you mean '{meant}'?" if meant else "") + (f" {sentence}" if sentence else "")
+    quoted = meant if "'" in meant else f"'{meant}'"
+    return (f" Did you mean {quoted}?" if meant else "") + (f" {sentence}" if sentence else "")
 
 
 def replacement(name: str, value: str, recipe_names: Collection[str]) -> tuple[Settings, str]:
@@ -120,4 +133,6 @@ def _owner(key: str) -> str | None:
 
 
 def _sentence(text: str) -> str:
-    return f"{text if text.startswith('lean_ft') else text[:1].upper() + text[1:]}." if text else ""
+    """Return a note as a sentence. It may begin with the name of a setting or a file, which keeps its spelling."""
+    is_name = text.startswith("lean_ft") or re.match(r"`|\w+[._/]\w", text)
+    return f"{text if is_name else text[:1].upper() + text[1:]}." if text else ""

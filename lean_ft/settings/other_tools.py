@@ -1,6 +1,7 @@
 """Settings of other tools, and what replaces them here: assets/other_tools.yaml, which describes its own form."""
 
 import re
+import shlex
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from functools import cache
@@ -81,15 +82,27 @@ def read_equivalent(text: str) -> Equivalent:
 
 
 def assigned(settings: Settings, value: str, is_whole: bool = False) -> str:
-    """Return settings as on the command line. Unless `is_whole`, a setting that takes their value is its name alone."""
+    """Return settings as on the command line, quoted for a shell where it needs that. Unless `is_whole`, a setting that
+    takes their value is its name alone."""
     return " ".join(
-        key if text == VALUE and not is_whole else f"{key}={filled(text, value)}" for key, text in settings.items()
+        key if text == VALUE and not is_whole else shell_word(key, filled(text, value), takes_list=text[:1] == "[")
+        for key, text in settings.items()
     )
 
 
+def shell_word(key: str, value: str, takes_list: bool = False) -> str:
+    """Return `key=value` as a word that all shells take. A list of plain items for a setting that `takes_list` needs no
+    brackets and then no quotes."""
+    if takes_list and re.fullmatch(r"\[[^\s,\[\]{}'\"]+(, ?[^\s,\[\]{}'\"]+)*\]", value):
+        value = value[1:-1].replace(", ", ",")
+    return shlex.quote(f"{key}={value}")
+
+
 def filled(text: str, value: str) -> str:
-    """Return a value of ours, such as `[VALUE]`, for a value of theirs. `1/VALUE`, `1-VALUE` and `VALUE/60` are
-    computed."""
+    """Return a value of ours, such as `[VALUE]`, for a value of theirs, which may be such a list. `1/VALUE`, `1-VALUE`
+    and `VALUE/60` are computed."""
+    if text == f"[{VALUE}]" and value[:1] == "[":
+        return value
     computed = re.fullmatch(r"(1[/-])?VALUE(/60)?", text)
     if computed is None or computed.groups() == (None, None):
         return text.replace(VALUE, value)

@@ -10,6 +10,7 @@ Presets deliberately support no includes, interpolation or environment variables
 
 import json
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -44,9 +45,9 @@ def load_config(
     """Read a preset (a YAML file, or None), apply `key=value` overrides in order, and validate the result.
 
     Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. Missing keys
-    of a group come from its default instance. A single value for a list becomes a list with one item (`freeze=mlp`). An
-    item of a list in an override may begin with `*` and contain paired brackets: `lora.targets=[model.layers.[0-3].*]`.
-    Messages name `given_by` as the location of an override; "" omits the location.
+    of a group come from its default instance. A list needs no brackets (`freeze=mlp`, `lora.targets=q_proj,v_proj`),
+    so that a shell takes it unquoted; its items may be quoted. An item of a list in an override may begin with `*` and
+    contain paired brackets: `lora.targets=[model.layers.[0-3].*]`. Messages name `given_by` as the location of an override; "" omits the location.
 
     Raise ValueError with all problems in one message: unknown keys with the nearest valid key, values of the wrong type
     with the expected type, and missing required settings. Raise OSError if the preset cannot be opened.
@@ -172,13 +173,20 @@ class _Reader:
         try:
             if setting and mapping and entry:  # set one entry and keep the others
                 before, _ = self.given.get(owner, (setting.default, ""))
-                value = _read(_override_value(text, entry_schema(mapping)), entry_schema(mapping))
+                value = _read(_override_value(key, text, entry_schema(mapping)), entry_schema(mapping))
                 self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, self.given_by)
             else:
-                value = _override_value(text, setting.schema) if setting and not entry else Plain(text)
+                value = (
+                    _override_value(key, text, self._schema(setting, text)) if setting and not entry else Plain(text)
+                )
                 self._take(key, value, lambda _: self.given_by)
         except ValueError as error:  # invalid YAML
             self.problems.append(f"{_at(override, self.given_by)}: {error}")
+
+    def _schema(self, setting: Setting, text: str) -> Schema:
+        """Return the schema that a text is read by: of a list, also where the list stands for its group."""
+        name = setting.group.get("list_of") if setting.group and not text.startswith("{") else None
+        return self.settings[f"{setting.key}.{name}"].schema if name else setting.schema
 
     def _take(self, key: str, value: JSON, where: Callable[[str], str]) -> None:
         setting = self.settings.get(key)
@@ -293,33 +301,65 @@ def _takes_only_text(schema: Schema) -> bool:
     return {member.get("type") for member in alternatives(schema)} - {"array", "object", "null"} == {"string"}
 
 
-def _override_value(text: str, schema: Schema) -> JSON:
-    """Return the value of an override. If only text fits, keep it as written, unless it is quoted or a [list]."""
-    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+# A quoted text, and the items of a list without brackets. An item may be quoted, or have paired brackets.
+_QUOTED = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')""")
+_ITEM = rf"(?:{_QUOTED.pattern}(?=,|$)|(?!\s)(?:\[[^\[\]]*\]|[^,])+)"
+_ITEMS = re.compile(rf"{_ITEM}(?:,{_ITEM})*")
+
+
+def _override_value(key: str, text: str, schema: Schema) -> JSON:
+    """Return the value of an override. If only text fits, keep it as written, unless it is quoted or a [list]. If only
+    a list fits, `a,b` is a list. Raises ValueError for invalid YAML and unclear commas."""
+    is_quoted = _QUOTED.fullmatch(text) is not None
     is_container = text[:1] in ("[", "{") and alternative(schema, "array", "object")
     if _takes_only_text(schema) and not is_quoted and not is_container:
         return Plain(text)
-    if text and not is_container and (items := _items_of_list(schema)) and _takes_only_text(items):
-        if "," in text and not is_quoted:
-            raise ValueError(f"write several values in brackets: [{text}]")
-        text = text if is_quoted or Plain(text).value() is None else to_yaml(text, flow=True)
+    if _is_list(schema) and text[:1] != "[" and not is_quoted and Plain(text).value() is not None:
+        if not ("{" in text and alternative(_items_of_list(schema) or {}, "object")):
+            return _without_brackets(key, text)
+        text, is_container = f"[{text}]", True
     if is_container:
         text = _WILDCARDS.sub(lambda item: to_yaml([item[1].rstrip()], flow=True)[1:-1] if item[1] else item[0], text)
-    value, _ = parse_yaml(text)
+    try:
+        value, _ = parse_yaml(text)
+    except ValueError as error:
+        closing = {"[": "]", "{": "}"}.get(text[:1])
+        if closing is None or text.rstrip().endswith(closing):
+            raise
+        whole = shlex.quote(f"{key}={text} ...{closing}")
+        raise ValueError(f"{error} A shell divides words at spaces. Quote the setting, such as {whole}.") from None
     return Plain() if value is None else value
+
+
+def _without_brackets(key: str, text: str) -> list[str]:
+    """Return the items of `a,b`. Raises ValueError for commas that may be a part of a text."""
+    if "," not in text:
+        return [Plain(text)]
+    if _ITEMS.fullmatch(text) is None:
+        one = json.dumps(text, ensure_ascii=False)
+        raise ValueError(
+            f"a comma without an item on each side, or with a space after it. Write several values as "
+            f"{shlex.quote(f'{key}=[a, b]')}, and one text with a comma as {shlex.quote(f'{key}={one}')}."
+        )
+    return [parse_yaml(item)[0] if item[0] in "\"'" else Plain(item) for item in re.findall(_ITEM, text)]
+
+
+def _is_list(schema: Schema) -> bool:
+    """Whether a list is all that fits, or null."""
+    return {member.get("type") for member in alternatives(schema)} - {"null"} == {"array"}
 
 
 def _items_of_list(schema: Schema) -> Schema | None:
     """Return the schema of a list's items if only a list of any length fits, otherwise None."""
     array = alternative(schema, "array")
-    only = {member.get("type") for member in alternatives(schema)} <= {"array", "null"}
-    return array.get("items") if array and only and "prefixItems" not in array else None
+    return array.get("items") if array and _is_list(schema) and "prefixItems" not in array else None
 
 
 def _read(value: JSON, schema: Schema) -> JSON:
     """Return the JSON value of a parsed value. Scalars stay text if only text fits `schema`. A single value for a list
     becomes a list with one item."""
-    if isinstance(value, str | int | float) and _items_of_list(schema):
+    items = _items_of_list(schema)
+    if items and isinstance(value, (str, int, float, dict) if alternative(items, "object") else (str, int, float)):
         is_null = isinstance(value, Plain) and value.value() is None
         value = value if is_null else [value]
     if isinstance(value, list):

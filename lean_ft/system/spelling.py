@@ -7,8 +7,8 @@ from itertools import islice
 MAX_NAMES, MAX_CHARACTERS = 2000, 300  # limits, since a comparison takes up to a millisecond
 
 
-def nearest(word: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name closest to `word`, or None if none is close.
+def nearest(word: str, valid: Iterable[str], least: float = 0.6) -> str | None:
+    """Return the valid name closest to `word`, or None if none has the `least` likeness, from 0 to 1.
 
     Dotted names are compared whole and by their last part, so `lr` finds `optimizer.lr`. A prefix of a name is close to
     it.
@@ -27,7 +27,7 @@ def nearest(word: str, valid: Iterable[str]) -> str | None:
         return max(whole, 0.95 * last_part + 0.05 * whole, beginning + 0.05 * whole)
 
     best = max(valid, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= 0.6 else None
+    return best if best is not None and likeness(best) >= least else None
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:

@@ -274,7 +274,7 @@ def test_a_wrong_value_says_what_was_expected_what_came_and_what_it_means(overri
     ("override", "message"),
     [
         *((text, "expected key=value") for text in ("batch_size", "=3", "--batch_size", "a..b=1", "")),
-        ("freeze=mlp,norm", "freeze=mlp,norm (command line): write several values in brackets: [mlp,norm]"),
+        ("freeze=mlp, norm", "freeze=mlp, norm (command line): the commas are unclear. Write several values as 'freeze=[a, b]'"),
         ("optimizer.betas=[0.9", "optimizer.betas=[0.9 (command line): not valid YAML"),
         ("optimizer=adamw", "optimizer (command line): expected its settings one by one, such as optimizer.name,"),
         ("zzzzz=1", "zzzzz (command line): no such setting. `leanft cat RECIPE` lists them."),
