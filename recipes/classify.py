@@ -47,7 +47,7 @@ class Config(RecipeConfig):
     parallel: ParallelConfig = ParallelConfig()
     pad_token: str | None = None
     """Control token for padding. null takes the tokenizer's own."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=2e-5)
+    optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: ClassificationLossConfig = ClassificationLossConfig()
     memory: MemoryConfig = MemoryConfig()

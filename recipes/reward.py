@@ -32,19 +32,22 @@ from lean_ft.settings import (
     RewardDataConfig,
     RewardLossConfig,
     ScheduleConfig,
+    UsualRates,
 )
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import Run, apply_regularization, shares_prompts, start
 
 
 class Config(RecipeConfig):
+    usual_lr = UsualRates(1e-5, adapter=1e-4)
+
     model: ModelConfig
     data: RewardDataConfig
     lora: LoRAConfig | None = None  # null: train all parameters
     parallel: ParallelConfig = ParallelConfig()
     pad_token: str | None = None
     """A control token for padding, which must not end a text; null: the tokenizer's pad token."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: RewardLossConfig = RewardLossConfig()
     memory: MemoryConfig = MemoryConfig()

@@ -74,7 +74,7 @@ def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[
     from lean_ft.models.device import check_dtype, resolve_device
     from lean_ft.online.rewards import check_rewards
     from lean_ft.tokenizers import load_tokenizer
-    from lean_ft.training.starting import decide_start
+    from lean_ft.training.starting import decide_start, hold_rate, read_earlier
 
     def group(group_class: type[GroupT]) -> GroupT | None:
         return next((value for _, value in cfg if isinstance(value, group_class)), None)
@@ -87,7 +87,8 @@ def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[
             check_dtype(model.dtype if model else "float32", resolve_device(device))
     if isinstance(cfg, RecipeConfig):
         with _gathered(problems):
-            decide_start(cfg)
+            earlier = read_earlier(cfg, quick=True)
+            decide_start(hold_rate(cfg, earlier), earlier=earlier)
     if isinstance(cfg, RecipeConfig) and cfg.eval_tasks:
         with _gathered(problems):
             find_tasks(cfg.eval_tasks)

@@ -15,6 +15,7 @@ from lean_ft.generation import Completion
 from lean_ft.losses import deviation, generalized_advantages
 from lean_ft.online.episodes import Episode
 from lean_ft.system.foreign_values import JSON
+from lean_ft.system.units import counted
 
 
 @dataclass
@@ -156,6 +157,21 @@ def round_metrics(rollouts: Sequence[Rollout], group_size: int) -> dict[str, flo
         num_actions = calls + sum(rollout.get("steps", 0) for rollout in episodes)
         told["tool_errors"] = sum(rollout["errors"] for rollout in episodes) / max(1, num_actions)
     return {name: value for name, value in told.items() if not math.isnan(value)}
+
+
+def why_calls_fail(rollouts: Sequence[Rollout]) -> str | None:
+    """The first error, if all tool calls and all turns in the environment ended in one; empty if any succeeded; None if
+    there were none."""
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode]
+    num_actions = sum(episode["calls"] + episode.get("steps", 0) for episode in episodes)
+    if not num_actions:
+        return None
+    if sum(episode["errors"] for episode in episodes) < num_actions:
+        return ""
+    answered = [message for episode in episodes for message in episode["messages"] if message["role"] != "assistant"]
+    first = answered[0] if answered else {"content": "error: the environment did not return in time"}
+    caller = f"{first['name']}: " if "name" in first else ""
+    return f"all {counted(num_actions, 'tool calls')} of this round failed; the first with {caller}{first['content']}"
 
 
 def why_untrained(metrics: dict[str, float], any_trained: bool, has_values: bool) -> str:

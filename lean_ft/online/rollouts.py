@@ -32,7 +32,7 @@ from lean_ft.data.largest import full_document
 from lean_ft.data.pairs import PreferencePairs
 from lean_ft.generation import Completion
 from lean_ft.losses import AnswerTokens, advantages, whitened
-from lean_ft.online.completions import Rollout, differ, documents_of, round_metrics, why_untrained
+from lean_ft.online.completions import Rollout, differ, documents_of, round_metrics, why_calls_fail, why_untrained
 from lean_ft.online.episodes import Episode
 from lean_ft.online.rewards import Rewards, Scores
 from lean_ft.online.sampler import Sampler
@@ -86,6 +86,7 @@ class Rounds(Generic[BatchT]):
         self._rollouts: list[Rollout] = []
         self._token_values: dict[int, dict[str, list[float]]] = {}  # of each completion, before the first update
         self._told = set[str]()  # reasons why a round trained nothing
+        self._calls_fail = False  # all tool calls of the last round that had any
         self._sampling_seconds: float | None = None  # of the round, until it is logged
         self._ahead: Callable[[], list[Completion]] | None = None  # waits for the first completions of the next round
         self._observer = world().observer
@@ -135,11 +136,19 @@ class Rounds(Generic[BatchT]):
             self._told.add(why)
             told = f"the rewards of this round train nothing: {why}. Later rounds of this kind are not reported."
             say("WARNING", told)
+        self._warn_of_failed_calls()
         if self._cfg.generation.ahead:
             if not isinstance(answer, Sampler):
                 raise ValueError("generation.ahead=1 needs a Sampler as `answer`. Pass one, or set generation.ahead=0.")
             self._ahead = answer.ahead(self._ask(self.num_completions)[1], seed + 1)
         self._sampling_seconds = time.perf_counter() - started
+
+    def _warn_of_failed_calls(self) -> None:
+        """Warn if all tool calls of the round failed, once until a call succeeds."""
+        why = why_calls_fail(self._rollouts)
+        if why and not self._calls_fail:
+            say("WARNING", f"{why}. samples.jsonl has more of them.")
+        self._calls_fail = self._calls_fail if why is None else bool(why)
 
     def _ask(self, num_completions: int) -> tuple[list[int], list[Prompt]]:
         """The numbers of the next prompts, and these prompts, each repeated for its completions."""

@@ -25,7 +25,7 @@ def learning_rate(cfg: TrainingConfig, step: int, total_steps: int) -> float:
 
     A user's function multiplies `peak`. Raises ValueError if it does not return a finite number >= 0.
     """
-    return scheduled(cfg.schedule, step, total_steps, cfg.optimizer.lr)
+    return scheduled(cfg.schedule, step, total_steps, cfg.optimizer.peak_lr)
 
 
 def scheduled(schedule: ScheduleConfig, step: int, total_steps: int, peak: float = 1.0) -> float:

@@ -55,7 +55,7 @@ from lean_ft.settings.model import (
     QuantizedKind,
     TowerMode,
 )
-from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig
+from lean_ft.settings.optimizer import MUON_MOMENTUM, OptimizerConfig, ScheduleConfig, UsualRates
 from lean_ft.settings.run import (
     LOGGER_PACKAGES,
     AnswersConfig,
@@ -129,6 +129,7 @@ __all__ = [
     "TrainingConfig",
     "UnpairedDataConfig",
     "UnpairedLossConfig",
+    "UsualRates",
     "ValueConfig",
     "models_of",
     "recipe_name",

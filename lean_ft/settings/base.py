@@ -100,6 +100,11 @@ class Settings(BaseModel):
         the user. Plans take such a step."""
         return self
 
+    @classmethod
+    def meanings_of_null(cls) -> dict[str, str]:
+        """The values that null stands for, by dotted key, if they differ between recipes."""
+        return {}
+
     def for_adapter(self) -> dict[str, object]:
         """The settings to change, by name, if an adapter trains instead of the model's weights."""
         return {}

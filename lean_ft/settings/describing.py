@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import ComputedField, DataclassField, ModelField, TypedDictField
 
+from lean_ft.settings.base import Settings
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
@@ -60,6 +61,7 @@ class Setting:
     description: str  # unit and meaning
     schema: Schema = field(repr=False)
     group: Schema | None = field(repr=False)  # schema of the group's settings; None for a single setting
+    null: str = ""  # what null stands for, if that depends on the recipe
 
     @property
     def is_off(self) -> bool:
@@ -121,7 +123,8 @@ def one_line_each(config_class: type[BaseModel]) -> str:
             is_off = group in settings and settings[group].is_off
             title = "Required" if s.required else "Often changed" if s.is_common else group
             text = f"{s.key}={'...' if s.required else to_yaml(s.default, flow=True)}"
-            parts.setdefault(title, []).append(f"  {text:<44} {s.type}{' (off unless set)' if is_off else ''}\n")
+            notes = ["(off unless set)"] * is_off + [f"(null: {s.null})"] * bool(s.null)
+            parts.setdefault(title, []).append(f"  {text:<44} {' '.join([s.type, *notes])}\n")
     return "\n".join(f"{title}\n{''.join(lines)}" for title, lines in parts.items() if lines)
 
 
@@ -150,6 +153,7 @@ def all_settings(config_class: type[BaseModel]) -> dict[str, Setting]:
     """Return all settings and groups by key, each group before its settings."""
     schema = config_schema(config_class)
     definitions, settings = schema.get("$defs", {}), {}
+    nulls = config_class.meanings_of_null() if issubclass(config_class, Settings) else {}
 
     def follow(part: JSON) -> None:  # replaces each `$ref` by its definition
         for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
@@ -164,7 +168,9 @@ def all_settings(config_class: type[BaseModel]) -> dict[str, Setting]:
             required = name not in instance and "default" not in schema and (is_required or group is None)
             meaning = (group or schema).get("description", "").partition("\n\n")[0]
             words = "" if group else _type_text(schema)
-            settings[key] = Setting(key, words, required, default, meaning, schema, group)
+            null = nulls.get(key, "")
+            meaning += f" Here: {null}." if null else ""
+            settings[key] = Setting(key, words, required, default, meaning, schema, group, null)
             if group:
                 add(group, f"{key}.", default or {}, required)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
@@ -14,6 +14,26 @@ CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # rules that keep
 MATRIX_RULES = ("muon", "apollo_mini")
 ADAMW_RULES = (*CLIPPING_RULES, "adamw_8bit_torchao", *MATRIX_RULES)  # rules that use betas and eps
 MUON_MOMENTUM = 0.95  # if optimizer.momentum is null
+
+
+class UsualRates(NamedTuple):
+    """The learning rates of an objective that optimizer.lr=null stands for.
+
+    They are for language models of 0.5 billion parameters or more, for every update rule but SGD, and for adapters of
+    rank 8 to 64 on all linear layers.
+
+    An adapter takes 10 times the rate of all parameters, and its best rate hardly depends on the rank: "LoRA Without
+    Regret", Schulman et al. 2025, thinkingmachines.ai/blog/lora. For supervised fine-tuning, 2e-4 is the rate of LoRA
+    for GPT-2 and GPT-3 (2106.09685, appendix D), QLoRA for 7B and 13B at rank 64 (2305.14314), axolotl's examples at
+    rank 32 and Unsloth's guide; torchtune has 3e-4 at rank 8 and 64. For preferences, TRL's scripts and the handbook
+    of Zephyr have 5e-7 for all parameters and 5e-6 for an adapter. TRL's guide to GRPO has 1e-6 and 1e-5.
+    """
+
+    all_parameters: float
+    adapter: float
+
+    def __str__(self) -> str:
+        return f"{self.all_parameters:g}, or {self.adapter:g} for an adapter"
 
 
 class OptimizerConfig(Settings):
@@ -37,8 +57,8 @@ class OptimizerConfig(Settings):
     """GPU: where the optimizer state is stored. `device`: GPU memory. `paged`: CUDA managed memory, which the driver
     moves to the host if the GPU is full (adamw_8bit only). `streamed`: pinned host memory, copied to the GPU and back
     around each parameter's update."""
-    lr: NonNegativeFloat = 2e-5
-    """Peak learning rate."""
+    lr: NonNegativeFloat | None = None
+    """Peak learning rate. null takes the usual rate of the recipe, which is higher for an adapter."""
     lr_ratios: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Factors of the learning rate by parameters, named as in `freeze`: {embed_tokens: 0.1, lora_B: 16}, or {vision:
     0.1} for a vision tower. A parameter that several names match gets the product, also with lora.lr_ratio and
@@ -58,6 +78,15 @@ class OptimizerConfig(Settings):
     global norm, so it works with in_backward."""
     stochastic_rounding: bool = False
     """Round updates of bfloat16 weights up or down at random, so that small updates are not lost."""
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr` as a number. The settings of a recipe replace null by their usual rate."""
+        if self.lr is None:
+            raise ValueError(
+                "optimizer.lr is null, which only the settings of a recipe (RecipeConfig) replace by a number. Set it."
+            )
+        return self.lr
 
     def for_adapter(self) -> dict[str, object]:
         return {"stochastic_rounding": False} if self.stochastic_rounding else {}  # an adapter is float32

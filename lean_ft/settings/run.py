@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol, get_args
 
 from pydantic import (
     AfterValidator,
@@ -44,7 +44,7 @@ from lean_ft.settings.losses import (
     ValueConfig,
 )
 from lean_ft.settings.model import LoRAConfig, ModelConfig
-from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig
+from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig, UsualRates
 from lean_ft.system.installation import install_command
 from lean_ft.system.user_functions import check_function
 
@@ -79,6 +79,9 @@ class LogConfig(Settings):
 
 class RecipeConfig(Settings):
     """The settings that every training recipe has."""
+
+    usual_lr: ClassVar[UsualRates] = UsualRates(2e-5, adapter=2e-4)
+    """What optimizer.lr=null stands for. Recipes with another objective have others."""
 
     batch_size: PositiveInt = 2
     """Sequences, pairs or completions per forward pass; packed rows if the data is packed."""
@@ -173,6 +176,23 @@ class RecipeConfig(Settings):
             self.model_fields_set.discard("output_dir")  # a preset may have a copy of the default
         return self
 
+    @model_validator(mode="after")
+    def _has_learning_rate(self) -> "RecipeConfig":
+        for name, group in self:
+            if isinstance(group, OptimizerConfig) and group.lr is None:
+                object.__setattr__(self, name, _with_usual_rate(group, self.usual_rate))
+        return self
+
+    @property
+    def usual_rate(self) -> float:
+        """The learning rate that these settings have without optimizer.lr."""
+        return self.usual_lr.all_parameters if self.group(LoRAConfig) is None else self.usual_lr.adapter
+
+    @classmethod
+    def meanings_of_null(cls) -> dict[str, str]:
+        rates = str(cls.usual_lr if _fields_of(cls, LoRAConfig) else f"{cls.usual_lr.all_parameters:g}")
+        return {f"{name}.lr": rates for name in _fields_of(cls, OptimizerConfig)}
+
     @property
     def default_output_dir(self) -> Path:
         """`runs/<model>_<recipe>`, with the last part of the model's path and the name of the recipe's file."""
@@ -239,10 +259,12 @@ class RecipeConfig(Settings):
 class AnswersConfig(RecipeConfig):
     """Settings of recipes that train on completions and a frozen reference model, except for data and loss."""
 
+    usual_lr = UsualRates(1e-6, adapter=1e-5)
+
     model: ModelConfig
     lora: LoRAConfig | None = None  # null: train all parameters
     reference: ReferenceConfig = ReferenceConfig.model_validate({})
-    optimizer: OptimizerConfig = OptimizerConfig.model_validate({"lr": 1e-6})
+    optimizer: OptimizerConfig = OptimizerConfig.model_validate({})
     schedule: ScheduleConfig = ScheduleConfig.model_validate({})
     memory: MemoryConfig = MemoryConfig.model_validate({})
 
@@ -296,6 +318,19 @@ def recipe_name(cfg: BaseModel) -> str:
     module = type(cfg).__module__
     file = getattr(sys.modules.get(module), "__file__", None)
     return Path(file).stem if file else module.rpartition(".")[2]
+
+
+def _fields_of(config_class: type[BaseModel], group_class: type[Settings]) -> list[str]:
+    """The names of the fields that hold a group of this class, or null."""
+    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in config_class.model_fields.items()}
+    return [name for name in kinds if any(isinstance(k, type) and issubclass(k, group_class) for k in kinds[name])]
+
+
+def _with_usual_rate(optimizer: OptimizerConfig, rate: float) -> OptimizerConfig:
+    """The settings with a learning rate that nobody set."""
+    changed = optimizer.model_copy(update={"lr": rate})
+    changed.model_fields_set.discard("lr")
+    return changed
 
 
 def _short_name(model_path: str) -> str:

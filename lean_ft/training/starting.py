@@ -30,7 +30,7 @@ from torch import nn
 from lean_ft.hub.paths import path_at_commit
 from lean_ft.models.own_families import check_own_families
 from lean_ft.optim import scheduled
-from lean_ft.settings import ModelConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
+from lean_ft.settings import ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.launch import decided_by_rank_zero
@@ -55,6 +55,7 @@ from lean_ft.training.records import DirectoryLock, Settings, locks, settings_of
 from lean_ft.training.regularization import check_applied
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+RecipeT = TypeVar("RecipeT", bound=RecipeConfig)
 
 # Settings that a resumed run may change: how long it lasts, where it runs, how often it writes, how data is prepared.
 FREE = {"max_steps", "epochs", "stop_after_evals", "output_dir", "resume", "plan"}
@@ -226,7 +227,7 @@ def settled(cfg: ConfigT) -> Iterator[ConfigT]:
     try:
         cfg = cfg.model_copy(update={"output_dir": directory})
         earlier = read_earlier(cfg, quick=True)
-        cfg = hold_models(cfg, earlier)
+        cfg = hold_rate(hold_models(cfg, earlier), earlier)
         decide_start(cfg, earlier=earlier)
         yield cfg
     finally:
@@ -281,7 +282,10 @@ def _obstacle(cfg: RecipeConfig) -> str | None:
         return "holds a finished run"
     if not earlier.state:
         return "holds a run with damaged files"
-    before, now = _recorded_settings(earlier.state), _settings(hold_models(cfg, earlier, log=False))
+    before, now = (
+        _recorded_settings(earlier.state),
+        _settings(hold_rate(hold_models(cfg, earlier, log=False), earlier, log=False)),
+    )
     refused, logged = _differences(before, now)
     changes = [*_changes(before, now, sorted(CONTENT)), *refused.values()]
     changes += [change for name, change in logged.items() if not name.startswith(HOW_IT_COMPUTES)]
@@ -315,6 +319,20 @@ def hold_models(cfg: ConfigT, earlier: RecordedRun | None = None, *, log: bool =
             key = group if name == "path" else name  # model, teacher
             say(label, f"{key} {path}{f', the {version} that this run began with' if path == begun else ''}")
     return cfg.model_copy(update=held)
+
+
+def hold_rate(cfg: RecipeT, earlier: RecordedRun, *, log: bool = True) -> RecipeT:
+    """Return the settings with the learning rate of the `earlier` run, if it is another usual rate and none is set.
+
+    A run of an adapter that an older version began without optimizer.lr has the usual rate of all parameters.
+    """
+    recorded, usual = earlier.state.get("settings", {}).get("optimizer.lr"), cfg.usual_lr.all_parameters
+    for name, group in cfg:
+        if isinstance(group, OptimizerConfig) and "lr" not in group.model_fields_set and recorded == usual != group.lr:
+            if log:
+                say("optimizer", f"lr {usual:g}, the default that this run began with. A new run takes {group.lr:g}")
+            cfg = cfg.model_copy(update={name: group.model_copy(update={"lr": usual})})
+    return cfg
 
 
 # Comparing settings -----------------------------------------------------------------------------------------------

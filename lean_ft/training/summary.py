@@ -21,11 +21,14 @@ from lean_ft.peft import has_adapter
 from lean_ft.peft.targets import describe_targets
 from lean_ft.settings import (
     DataConfig,
+    LoRAConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    RecipeConfig,
     ScheduleConfig,
+    recipe_name,
 )
 from lean_ft.system.installation import install_command
 from lean_ft.system.log import say
@@ -39,6 +42,9 @@ from lean_ft.training.view import not_in_files
 
 if TYPE_CHECKING:
     from lean_ft.training.run import Run
+
+FAR = 100  # a rate that many times above or below the usual one is likely a slip
+SMALL_MODEL = 5e8  # parameters; smaller models take higher rates
 
 
 def log_start(run: "Run") -> None:
@@ -113,15 +119,40 @@ def _log_optimizer(run: "Run", optimizer: OptimizerConfig) -> None:
         warmup += f", constant until step {first_decay_step(schedule, total_steps):,}, then decays"
     in_backward = "; updates during backward" if optimizer.in_backward else ""
     state = f"{gibibytes(run.optimizer.state_bytes)} of state{place}"
-    say("optimizer", f"{optimizer.name}; lr {optimizer.lr:g}{warmup}; {state}{in_backward}")
+    has_usual = "lr" not in optimizer.model_fields_set
+    trained = "all parameters" if run.cfg.group(LoRAConfig) is None else "an adapter"
+    rate = f"lr {optimizer.peak_lr:g}{f' (the default for {trained})' if has_usual else ''}"
+    say("optimizer", f"{optimizer.name}; {rate}{warmup}; {state}{in_backward}")
+    if note := note_of_rate(run.cfg, num_parameters(run.model)):
+        say("note", note)
     if warmup_steps >= total_steps:
-        highest = optimizer.lr * (total_steps - 1) / warmup_steps
+        highest = optimizer.peak_lr * (total_steps - 1) / warmup_steps
         say(
             "WARNING",
             f"the whole run is warm-up: it has {counted(total_steps, 'steps')} and "
             f"{counted(warmup_steps, 'warm-up steps')}, so the learning rate stays at or below {highest:g}. Set a "
             "shorter warm-up (schedule.warmup_ratio=0.1), or train longer.",
         )
+
+
+def note_of_rate(cfg: RecipeConfig, num_parameters: int) -> str:
+    """A note on a learning rate 100 times above or below the usual one, or empty.
+
+    Smaller models take higher rates: the best rate of Adam falls with the width (Yang et al. 2022, arXiv:2203.03466),
+    so with the root of the number of parameters. SGD's rates have another scale, and a rate of 0 is on purpose.
+    """
+    optimizer, usual = cfg.group(OptimizerConfig), cfg.usual_rate
+    if optimizer is None or optimizer.name == "sgd" or not optimizer.lr:
+        return ""
+    highest = usual * max(1.0, (SMALL_MODEL / num_parameters) ** 0.5)
+    if usual / FAR < optimizer.lr < highest * FAR:
+        return ""
+    trained = "all parameters" if cfg.group(LoRAConfig) is None else "an adapter"
+    small = f", and a model of this size about {highest:.0e}" if highest > usual else ""
+    return (
+        f"optimizer.lr={optimizer.lr:g} is far from the usual rate: {recipe_name(cfg)} takes {usual:g} for {trained}"
+        f"{small}. Check the number."
+    )
 
 
 class Results:
