@@ -68,13 +68,9 @@ def say_answers(
     `when` starts the printed line (`before training`). Does nothing if `max_questions` is 0. Raises ValueError as
     `answer_held_out`, and if nothing is held out.
     """
-    if max_questions == 0:
+    check_questions(max_questions, has_held_out=held_out is not None)
+    if max_questions == 0 or held_out is None:
         return None
-    if held_out is None:
-        raise ValueError(
-            f"eval_answers={max_questions} needs held-out rows, and there are none. Set data.validation_source or "
-            "data.validation_fraction, or eval_answers=0."
-        )
     report = answer_held_out(model, tokenizer, held_out, max_questions, pattern)
     total, what = len(report.answers), "the whole answer" if pattern is None else f"the text that {pattern} finds last"
     share = f"{report.num_right} of {total} held-out questions right ({report.exact_match:.1%})"
@@ -84,6 +80,15 @@ def say_answers(
         wrong = "did not end" if answer.given == answer.expected else f"expected: {one_line(answer.expected)}"
         say("", f"{one_line(answer.question)}  ->  {shown_answer}  ({'right' if answer.right else wrong})")
     return report
+
+
+def check_questions(max_questions: int, *, has_held_out: bool) -> None:
+    """Raise ValueError if questions are asked and nothing is held out."""
+    if max_questions and not has_held_out:
+        raise ValueError(
+            f"eval_answers={max_questions} needs held-out rows, and there are none. Set data.validation_source or "
+            "data.validation_fraction, or eval_answers=0."
+        )
 
 
 def answer_held_out(
