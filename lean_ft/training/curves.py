@@ -234,6 +234,8 @@ def _figure(curves: list[Curves]) -> Any:
             axes.plot(*held_out, color=color, **_HELD_OUT)
         if metric in ("memory", "tokens_per_second"):
             axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
+        if metric == EXACT_MATCH:
+            axes.set_ylim(-0.03, 1.03)
         if place > len(panels) - _COLUMNS:
             axes.set_xlabel("optimizer step")
     if figure.axes:

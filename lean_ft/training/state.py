@@ -13,12 +13,13 @@ _IN_WORDS = {"NonFinite": "not finite", "OutOfMemoryError": "out of memory", "Me
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run: `stopped` by a signal or its own loop, `failed` with an error, or `killed` without a trace.
+    """The state of a run: `stopped` by a signal or its own loop, `failed` with an error, or `killed` without a
+    record; `unfinished` for the last three in early versions.
 
     Its text has the last step in metrics.jsonl: `done`, `stopped at 55 of 100`, `failed at 55 of 100: out of memory`.
     """
 
-    name: Literal["done", "stopped", "failed", "killed", "running"]
+    name: Literal["done", "stopped", "failed", "killed", "unfinished", "running"]
     step: int
     total_steps: int | None = None
     """None for a run of an early version."""
@@ -41,7 +42,7 @@ def state_of(directory: Path, starts: Sequence[dict[str, Any]], rows: Sequence[R
         return None
     last, step = starts[-1], max((row["step"] for row in rows), default=0)
     total_steps, error = last.get("total_steps"), last.get("error")
-    name = "killed"
+    name = "unfinished" if total_steps is None else "killed"
     if "ended" in last:
         name = "done"
     elif is_locked(directory):
