@@ -12,6 +12,7 @@ from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import print_table, stdout
 
 _PIPE_COLUMNS = 100  # width of a table that goes to a pipe or a file
+_LR = "optimizer.lr"  # always shown
 _RUN_CHARACTERS, _SETTING_CHARACTERS = 40, 24  # of a run's name (its end) and of a setting's value (its start)
 
 
@@ -22,7 +23,8 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list with all digits.")] = False,
     debug: Debug = False,
 ) -> None:
-    """List runs: settings that differ between them, steps, losses or rewards, peak memory and speed.
+    """List runs: state, learning rate and the other settings that differ, losses or rewards, right answers, memory and
+    speed.
 
     Columns that fit are printed, settings with the most values first. Runs under way are included. `leanft plot RUN...`
     draws their curves.
@@ -36,6 +38,8 @@ def runs(
 
     curves = find_runs(folder)
     keys = differing_settings(curves)
+    if _LR not in keys and any(_LR in run.settings for run in curves):
+        keys.append(_LR)
     if as_json:
         listed = [
             {"run": run.name, "settings": {k: run.settings[k] for k in keys if k in run.settings}, **run.results()}
@@ -53,11 +57,14 @@ def runs(
         key: [_shortened(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in curves] for key in keys
     }
     columns = {"run": [_shortened(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in curves], **settings}
-    columns |= {f">{name}": [result[name] for result in results] for name in results[0]}
-    most_values = sorted(settings, key=lambda key: -len(set(settings[key])))
-    results_first = ["run", ">steps", ">result", ">held-out", *most_values[:2], ">best", ">peak", ">tokens/s"]
+    columns |= {_aligned(name): [result[name] for result in results] for name in results[0]}
+    if set(columns[">right"]) == {"-"}:
+        del columns[">right"]
+    most_values = sorted((key for key in settings if key != _LR), key=lambda key: -len(set(settings[key])))
+    results_first = ["run", "state", _LR, ">right", ">result", ">held-out", *most_values[:2], ">steps"]
+    results_first += [">best", ">peak", ">tokens/s"]
     shown, left = set(), width
-    for name in [*results_first, *most_values[2:]]:
+    for name in [name for name in (*results_first, *most_values[2:]) if name in columns]:
         needed = 2 + max(map(len, [name.removeprefix(">"), *columns[name]]))
         if needed <= left:
             shown, left = {*shown, name}, left - needed
@@ -72,6 +79,11 @@ def runs(
             "--json"
         )
         typer.echo(textwrap.fill(note, width), err=True)
+
+
+def _aligned(result: str) -> str:
+    """A column's name for `print_table`: numbers are on the right."""
+    return result if result == "state" else f">{result}"
 
 
 def _shortened(text: str, most: int) -> str:

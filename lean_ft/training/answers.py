@@ -17,6 +17,7 @@ from lean_ft.generation import Sampling, longest_first, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.system.log import say
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.user_turns import UserTurns
 from lean_ft.training.progress import shown
 
 T = TypeVar("T")
@@ -30,6 +31,9 @@ class AnsweredQuestion:
     finds."""
 
     question: str
+    """Everything before the answer, without special tokens."""
+    asked: str
+    """The last user message of the question, if the chat template shows where it is."""
     expected: str
     given: str | None
     """None if the pattern finds nothing."""
@@ -68,13 +72,9 @@ def say_answers(
     `when` starts the printed line (`before training`). Does nothing if `max_questions` is 0. Raises ValueError as
     `answer_held_out`, and if nothing is held out.
     """
-    if max_questions == 0:
+    check_questions(max_questions, has_held_out=held_out is not None)
+    if max_questions == 0 or held_out is None:
         return None
-    if held_out is None:
-        raise ValueError(
-            f"eval_answers={max_questions} needs held-out rows, and there are none. Set data.validation_source or "
-            "data.validation_fraction, or eval_answers=0."
-        )
     report = answer_held_out(model, tokenizer, held_out, max_questions, pattern)
     total, what = len(report.answers), "the whole answer" if pattern is None else f"the text that {pattern} finds last"
     share = f"{report.num_right} of {total} held-out questions right ({report.exact_match:.1%})"
@@ -82,8 +82,17 @@ def say_answers(
     for answer in _spread(report.answers, num_samples):
         shown_answer = "(no match)" if answer.given is None else one_line(answer.given)
         wrong = "did not end" if answer.given == answer.expected else f"expected: {one_line(answer.expected)}"
-        say("", f"{one_line(answer.question)}  ->  {shown_answer}  ({'right' if answer.right else wrong})")
+        say("", f"{one_line(answer.asked)}  ->  {shown_answer}  ({'right' if answer.right else wrong})")
     return report
+
+
+def check_questions(max_questions: int, *, has_held_out: bool) -> None:
+    """Raise ValueError if questions are asked and nothing is held out."""
+    if max_questions and not has_held_out:
+        raise ValueError(
+            f"eval_answers={max_questions} needs held-out rows, and there are none. Set data.validation_source or "
+            "data.validation_fraction, or eval_answers=0."
+        )
 
 
 def answer_held_out(
@@ -100,16 +109,12 @@ def answer_held_out(
     longest expected answer. No batch has more positions than the largest held-out batch. Raises ValueError if a
     sequence has no question (plain text), or the pattern finds nothing in an expected answer.
     """
-    questions, most_tokens = list[tuple[Document, list[int]]](), 0
-    for batch in held_out:  # whose built inputs are not kept
-        questions += batch.questions()
-        most_tokens = max(most_tokens, batch.num_tokens)
-    questions = _spread(questions, max_questions)
-    if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
-        raise ValueError(
-            "a held-out sequence is trained from its first token, so it has no question, as in plain text and with "
-            "data.train_on=all. Set eval_answers=0 in a training run, or loss=true in evaluate."
-        )
+    questions, most_tokens = _questions(held_out, max_questions)
+    user_turns = UserTurns.of(tokenizer)
+
+    def asked(ids: list[int]) -> str:
+        found = "" if user_turns is None else user_turns.last(tokenizer.decode(ids)).strip()
+        return found or text(ids)
 
     def text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True).strip()
@@ -137,12 +142,27 @@ def answer_held_out(
         answers = sample(model, prompts, Sampling(limit, stop_ids=ends))
         answer_ids.update(zip(indices, (answer.ids for answer in answers), strict=True))
 
-    return AnswerReport(
-        [
-            AnsweredQuestion(text(prompt.ids.tolist()), expected[i], compared(answer_ids[i]), answer_ids[i][-1] in ends)
-            for i, (prompt, _) in enumerate(questions)
-        ]
-    )
+    def answered(i: int, prompt: list[int]) -> AnsweredQuestion:
+        given = compared(answer_ids[i])
+        return AnsweredQuestion(text(prompt), asked(prompt), expected[i], given, answer_ids[i][-1] in ends)
+
+    return AnswerReport([answered(i, prompt.ids.tolist()) for i, (prompt, _) in enumerate(questions)])
+
+
+def _questions(held_out: Iterable[Batch], most: int) -> tuple[list[tuple[Document, list[int]]], int]:
+    """At most `most` prompts, evenly spaced, each with the ids of the right answer; and the tokens of the largest
+    batch. Raises ValueError if a sequence has no question."""
+    questions, most_tokens = list[tuple[Document, list[int]]](), 0
+    for batch in held_out:  # whose built inputs are not kept
+        questions += batch.questions()
+        most_tokens = max(most_tokens, batch.num_tokens)
+    questions = _spread(questions, most)
+    if any(len(prompt) < 2 for prompt, _ in questions):  # a bos token asks nothing
+        raise ValueError(
+            "a held-out sequence is trained from its first token, so it has no question, as in plain text and with "
+            "data.train_on=all. Set eval_answers=0 in a training run, or loss=true in evaluate."
+        )
+    return questions, most_tokens
 
 
 def last_match(pattern: str, text: str) -> str | None:

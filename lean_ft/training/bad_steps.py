@@ -36,6 +36,10 @@ class TrainingFailed(RuntimeError):
     """The run ended itself. The message says why."""
 
 
+class NonFinite(TrainingFailed):
+    """Too many steps, or the weights, are not finite."""
+
+
 class BadSteps:
     """Counts a run's bad steps. More than `max_bad_steps` are too many."""
 

@@ -29,7 +29,7 @@ from lean_ft.system.shards import Part, Ranks, local
 from lean_ft.system.units import duration, gibibytes
 from lean_ft.system.whole_files import delete_whole
 from lean_ft.tokenizers import Tokenizer
-from lean_ft.training.bad_steps import BadSteps, TrainingFailed, all_weights_finite
+from lean_ft.training.bad_steps import BadSteps, NonFinite, TrainingFailed, all_weights_finite
 from lean_ft.training.checkpoint import (
     CheckpointState,
     checkpoint_bytes,
@@ -202,7 +202,7 @@ class Checkpoints:
         if self._beside is not None:
             ranks.gather_no_more(self._beside)
         if bad_steps.doubtful and ranks.highest(not all_weights_finite(self._model))[0]:
-            raise TrainingFailed(
+            raise NonFinite(
                 f"The weights are not finite after step {done}, so they are not saved. " + bad_steps.report(self.newest)
             )
         bad_steps.doubtful = False

@@ -20,7 +20,8 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
 from lean_ft.system.whole_files import write_whole
 from lean_ft.training.loggers import as_text
-from lean_ft.training.metrics import HEADLINES, Row, has_diverged, is_number
+from lean_ft.training.metrics import EXACT_MATCH, HEADLINES, Row, has_diverged, is_number
+from lean_ft.training.state import RunState, state_of
 
 # Name in metrics.jsonl -> title of its panel. The objective's headlines come first, other numbers before these.
 _LAST = {
@@ -30,10 +31,12 @@ _LAST = {
     "tokens_per_second": "tokens a second",
 }
 _COUNTS = {"step", "epoch", "tokens", "target_tokens", "target_tokens_per_second", "step_seconds", "skipped"}
-_COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes"}
+_COUNTS |= {"peak_memory_bytes", "rss_bytes", "rss_growth_bytes", "eval_questions"}
 _SMOOTHED_POINTS = 40  # a panel with a longer curve shows pale curves with means on top
 _SIDE = 1 / 40  # of the longest run: a mean is over the steps that are at most so far away, in all runs
 _MOST_MEANS = 500  # points of a bold curve
+_TITLES = {EXACT_MATCH: "held-out questions right"}  # instead of the short name
+_RIGHT = (EXACT_MATCH, "eval_accuracy", "eval_rewards/accuracies")  # shares of right answers, labels or pairs
 _EXACT = ("lr", "memory")  # not smoothed
 _COLUMNS = 3  # of panels
 _HELD_OUT: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 5, "markerfacecolor": "white"}
@@ -46,6 +49,8 @@ class Curves:
     name: str
     rows: list[Row]
     settings: dict[str, Any]
+    state: RunState | None = None
+    """None without a run.json."""
 
     def points(self, metric: str) -> tuple[list[int], list[float]]:
         """Steps and finite values of a metric; `memory` in GiB."""
@@ -58,18 +63,24 @@ class Curves:
         return [step for step, _ in points], [value for _, value in points]
 
     def results(self) -> dict[str, Any]:
-        """Steps, losses, rewards, tokens, mean speed and peak memory; None if not measured."""
+        """State, losses, rewards, shares of right answers, tokens, mean speed and peak memory; None if not measured."""
         steps = [row for row in self.rows if is_number(row.get("tokens"))]
         seconds = sum(row.get("step_seconds") or 0.0 for row in steps)
         tokens = sum(row["tokens"] for row in steps)
         losses, held_out = self.points("loss")[1], self.points("eval_loss")[1]
+        right = next((values for name in _RIGHT if (values := self.points(name)[1])), [])
         rewards, held_out_rewards = self.points("reward")[1], self.points("eval_reward")[1]
         return {
+            "state": self.state and self.state.name,
+            "error": self.state and self.state.error,
             "steps": max((row["step"] for row in self.rows), default=0),
+            "total_steps": self.state and self.state.total_steps,
             "loss": losses[-1] if losses else None,
             "diverged": not rewards and bool(losses) and has_diverged(losses[0], losses),
             "eval_loss": held_out[-1] if held_out else None,
             "lowest_eval_loss": min(held_out, default=None),
+            "right": right[-1] if right else None,
+            "first_right": right[0] if right else None,
             "reward": rewards[-1] if rewards else None,
             "eval_reward": held_out_rewards[-1] if held_out_rewards else None,
             "highest_eval_reward": max(held_out_rewards, default=None),
@@ -92,8 +103,10 @@ class Curves:
             results["peak_memory_bytes"],
         )
         return {
+            "state": "-" if self.state is None else str(self.state),
             "steps": f"{results['steps']:,}",
             "result": f"{metric_name}{last}{' diverged' if results['diverged'] else ''}",
+            "right": "-" if results["right"] is None else f"{results['right']:.1%}",
             "held-out": held_out,
             "best": best,
             "peak": "-" if peak is None else gibibytes(peak),
@@ -131,7 +144,8 @@ def _read_run(folder: Path, name: str) -> Curves:
     rows = read_rows(file) if file.is_file() else []
     starts = read_starts(folder)
     recipe = {"recipe": starts[-1]["recipe"]} if starts and "recipe" in starts[-1] else {}
-    return Curves(name, rows, recipe | starts[-1]["settings"] if starts else {})
+    settings = recipe | starts[-1]["settings"] if starts else {}
+    return Curves(name, rows, settings, state_of(folder, starts, rows))
 
 
 def find_runs(folder: Path) -> list[Curves]:
@@ -220,6 +234,8 @@ def _figure(curves: list[Curves]) -> Any:
             axes.plot(*held_out, color=color, **_HELD_OUT)
         if metric in ("memory", "tokens_per_second"):
             axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
+        if metric == EXACT_MATCH:
+            axes.set_ylim(-0.03, 1.03)
         if place > len(panels) - _COLUMNS:
             axes.set_xlabel("optimizer step")
     if figure.axes:
@@ -247,7 +263,7 @@ def _metrics(curves: list[Curves]) -> dict[str, str]:
     logged = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
     logged |= dict.fromkeys(["memory"] if "peak_memory_bytes" in logged else [])
     alone = [name for name in logged if not (name.startswith("eval_") and name[5:] in logged)]
-    titles_of_known = HEADLINES | _LAST
+    titles_of_known = HEADLINES | _TITLES | _LAST
     order = [*HEADLINES, *sorted(set(alone) - titles_of_known.keys() - {*_COUNTS, *COUNTS}), *_LAST]
     titles = {name: titles_of_known.get(name, name.replace("eval_", "held-out ").replace("_", " ")) for name in order}
     return {name: title for name, title in titles.items() if name in alone}

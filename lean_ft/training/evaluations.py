@@ -1,5 +1,7 @@
 """What a run evaluates besides its loop's held-out loss, and what it says about evaluations."""
 
+from typing import NamedTuple
+
 from torch import nn
 
 from lean_ft.data.objective import objective_of
@@ -10,9 +12,20 @@ from lean_ft.system.random_state import capture_random_state, restore_random_sta
 from lean_ft.system.shards import Ranks
 from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.answers import AnswerReport, check_questions
 from lean_ft.training.length import Length
-from lean_ft.training.metrics import Row
+from lean_ft.training.metrics import EXACT_MATCH, Row
 from lean_ft.training.starting import Start
+
+
+class Missing(NamedTuple):
+    """The evaluations that the step at which a run starts lacks."""
+
+    rows: bool = False
+    """The loop's own, on held-out rows: an earlier start was interrupted in it."""
+    tasks: bool = False
+    answers: bool = False
+    """The answers before the first step, or after the last step of a complete run."""
 
 
 def check_evaluations(cfg: RecipeConfig, model: nn.Module, ranks: Ranks, *, has_held_out: bool) -> None:
@@ -22,6 +35,7 @@ def check_evaluations(cfg: RecipeConfig, model: nn.Module, ranks: Ranks, *, has_
             f"stop_after_evals={cfg.stop_after_evals} needs held-out rows, and there are none. Set "
             "data.validation_source or data.validation_fraction, or remove stop_after_evals."
         )
+    check_questions(cfg.eval_answers, has_held_out=has_held_out)
     if not cfg.eval_tasks:
         return
     if ranks.size > 1:
@@ -64,16 +78,28 @@ def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:
     return text
 
 
-def missing_evaluations(cfg: RecipeConfig, start: Start, length: Length, *, has_held_out: bool) -> tuple[bool, bool]:
-    """Whether the step that a run starts at lacks its evaluation on held-out rows, and its tasks, because an earlier
-    start was interrupted in them."""
+def answers_line(report: AnswerReport, pattern: str | None) -> Row:
+    """The fields of metrics.jsonl for answered held-out questions: the share of right answers and the number of
+    questions."""
+    compared = {} if pattern is None else {"eval_pattern": pattern}
+    return {EXACT_MATCH: report.exact_match, "eval_questions": len(report.answers), **compared}
+
+
+def missing_evaluations(cfg: RecipeConfig, start: Start, length: Length, *, has_held_out: bool) -> Missing:
+    """The evaluations that a run has to make, or repeat, before its next step."""
+    answered = [row for row in start.rows if EXACT_MATCH in row and row.get("eval_pattern") == cfg.eval_pattern]
+    if start.is_complete:
+        answered = [
+            row for row in answered if (row["step"], row.get("eval_questions")) == (start.step, cfg.eval_answers)
+        ]
+    answers = cfg.eval_answers > 0 and not answered
     if not start.is_own or start.folder is None:
-        return False, False
+        return Missing(answers=answers)
 
     def is_due(every: Every) -> bool:
         return start.is_complete or length.is_due(every, start.step)
 
     last = [row for row in start.rows if row["step"] == start.step]
     rows = has_held_out and is_due(cfg.eval_every) and start.step not in length.eval_losses
-    tasks = is_due(cfg.eval_tasks_every) and all("tokens" in row or "eval_loss" in row for row in last)
-    return rows, bool(cfg.eval_tasks) and tasks
+    tasks = is_due(cfg.eval_tasks_every) and all({"tokens", "eval_loss", EXACT_MATCH} & row.keys() for row in last)
+    return Missing(rows, bool(cfg.eval_tasks) and tasks, answers)

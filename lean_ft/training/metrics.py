@@ -28,6 +28,7 @@ from lean_ft.training.process_memory import own_rss_bytes, peak_memory_bytes, rs
 if TYPE_CHECKING:
     from lean_ft.training.loggers import Loggers
 
+EXACT_MATCH = "eval_exact_match"  # share of held-out questions that the model answers right
 # Metrics that show an objective's progress -> short name, in the order of the summary and the plot.
 HEADLINES = {
     "reward": "reward",
@@ -38,6 +39,7 @@ HEADLINES = {
     "rewards/margins": "margin",
     "value_loss": "value loss",
     "loss": "loss",
+    EXACT_MATCH: "exact match",
 }
 DIVERGED_STEPS = 10  # last steps, whose median loss is compared with the first loss
 DIVERGED_RATIO = 1.5

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -25,6 +26,8 @@ from lean_ft.system.user_functions import PASSED, file_digest, is_function_path,
 from lean_ft.system.whole_files import LEFTOVER, open_in_place, remove, write_json, write_whole
 
 Settings = dict[str, Any]  # dotted key -> JSON value
+_MOST_OF_ERROR = 300  # characters of an error in run.json
+_begun = set[Path]()  # directories with a run that this process began and did not complete
 
 
 def settings_of(cfg: RecipeConfig) -> Settings:
@@ -99,6 +102,23 @@ class DirectoryLock:
 locks: dict[Path, DirectoryLock] = {}  # of directories that this process has locked for its next run
 
 
+def is_locked(directory: Path) -> bool:
+    """Whether a process holds the lock of a run directory. The lock of a process that has ended is not tried, because
+    the trial keeps a run from starting while it lasts."""
+    file = directory / LOCK_FILE
+    try:
+        holder = re.fullmatch(r"process (\d+) on (.*)\s*", file.read_text(encoding="utf-8"))
+        if holder is not None and holder[2] == platform.node():
+            os.kill(int(holder[1]), 0)
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no file, no process, or a file system without locks
+        return False
+    return False
+
+
 def lock_directory(directory: Path, ranks: Ranks) -> DirectoryLock | None:
     """Lock the run directory, and delete what a killed process left incomplete. Rank 0 alone holds the lock.
 
@@ -138,13 +158,15 @@ def record_start(
     start_step: int,
     resumed_from: Path | None,
     num_ranks: int,
+    total_steps: int,
 ) -> None:
     """Write config.yaml and add this start to run.json: its settings, versions, hardware, commit and data."""
     named = settings_of(cfg)
     facts: dict[str, Any] = {
         "recipe": recipe_name(cfg),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started": _now(),
         "start_step": start_step,
+        "total_steps": total_steps,
         "lean_ft": lean_ft.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -180,6 +202,7 @@ def record_start(
         temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
     write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": named}]}, 1, on_disk=True)
+    _begun.add(directory.absolute())
 
 
 def record_end(directory: Path, *, writes: bool) -> None:
@@ -190,5 +213,30 @@ def record_end(directory: Path, *, writes: bool) -> None:
     for file in [directory / TOOL_RESULTS_FILE, *directory.glob(f"[0-9]*_{TOOL_RESULTS_FILE}")] if writes else ():
         remove(file)
     if starts and "ended" not in starts[-1]:
-        starts[-1]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        write_json(directory / RUN_FILE, {"starts": starts}, 1, on_disk=True)
+        _add_to_last_start(directory, starts, ended=_now())
+
+
+def record_leaving(directory: Path, error: BaseException | None) -> None:
+    """Record when this process left a run that it began and that is not complete: `stopped` (by a signal, or a `break`
+    in the loop), or `failed` with the error."""
+    if directory.absolute() not in _begun:
+        return
+    is_stop = error is None or isinstance(error, SystemExit | KeyboardInterrupt)
+    failure = "" if is_stop else redact(f"{type(error).__name__}: {on_one_line(str(error))[:_MOST_OF_ERROR]}")
+    try:
+        starts = read_starts(directory)
+        _add_to_last_start(
+            directory, starts, **({"stopped": _now()} if is_stop else {"failed": _now(), "error": failure})
+        )
+    except (OSError, ValueError) as problem:  # the error of the run matters more
+        say("not recorded", f"how the run in {directory} ended: {problem}")
+
+
+def _add_to_last_start(directory: Path, starts: list[dict[str, Any]], **facts: str) -> None:
+    _begun.discard(directory.absolute())
+    starts[-1] |= facts
+    write_json(directory / RUN_FILE, {"starts": starts}, 1, on_disk=True)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -45,11 +45,18 @@ from lean_ft.system.units import number
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
-from lean_ft.training.bad_steps import BadSteps, TrainingFailed
+from lean_ft.training.bad_steps import BadSteps, NonFinite
 from lean_ft.training.checkpoint import check_can_save
 from lean_ft.training.checkpoints import Carried, Checkpoints, Place, Saved
 from lean_ft.training.commands import command_to_continue
-from lean_ft.training.evaluations import check_evaluations, describe_evaluation, missing_evaluations, run_eval_tasks
+from lean_ft.training.evaluations import (
+    Missing,
+    answers_line,
+    check_evaluations,
+    describe_evaluation,
+    missing_evaluations,
+    run_eval_tasks,
+)
 from lean_ft.training.length import Length
 from lean_ft.training.loggers import Loggers
 from lean_ft.training.metrics import Metrics, set_metrics_aside, trim_metrics
@@ -104,7 +111,7 @@ class Run:
         self._done_steps = 0
         self._begun: Place | None = None  # the place at which the current step began
         self._logged = False  # whether the current step has called log()
-        self._missing = False, False  # whether the start's step lacks its evaluation, and its tasks
+        self._missing = Missing()  # evaluations of the start's step
         writes, vocab_size = ranks.rank == 0, model.config.vocab_size if isinstance(model, Decoder) else None
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, length.steps_per_epoch, writes=writes)
         self._results = Results()
@@ -181,7 +188,7 @@ class Run:
                 set_metrics_aside(self._metrics.path)
             if not start.is_complete:
                 self._checkpoints.check_free_space(needed_bytes, start.step)
-            record_start(cfg, self.device, fingerprint, start.step, start.folder, self.ranks.size)
+            record_start(cfg, self.device, fingerprint, start.step, start.folder, self.ranks.size, length.total_steps)
             self._metrics.loggers = Loggers(cfg.log, self.directory, settings_of(cfg), start.step)
 
         self.ranks.on_rank_zero(record)
@@ -190,11 +197,10 @@ class Run:
 
     def _finish_evaluations(self) -> None:
         """Run the tasks that an earlier start did not finish, and name an evaluation that the recipe did not repeat."""
-        rows, tasks = self._missing
-        if rows and self.start_step not in self.length.eval_losses:
+        if self._missing.rows and self.start_step not in self.length.eval_losses:
             again = "To repeat it, call run.evaluation_due() before the loop too, as the recipes of lean_ft do"
             say("missing", f"the evaluation after step {self.start_step}, which was interrupted. {again}")
-        if tasks:
+        if self._missing.tasks:
             self._run_tasks()
 
     def _restore_random_state(self) -> None:
@@ -216,21 +222,23 @@ class Run:
         raised. On SIGUSR1 the step is saved and the run continues. If the body raises, the steps before are saved.
 
         Raises:
-            TrainingFailed: more than `max_bad_steps` steps were not finite (raised when their lines are written, up to
-                `log_every` steps late); the weights are not finite, and so are not saved; or a checkpoint could not be
-                written (with `save_async`, raised after a later step).
+            NonFinite, a TrainingFailed: more than `max_bad_steps` steps were not finite (raised when their lines are
+                written, up to `log_every` steps late), or the weights are not finite, and so are not saved.
+            TrainingFailed: a checkpoint could not be written (with `save_async`, raised after a later step).
         """
         return self._world.steps(self._loop)
 
     def _end_again(self) -> None:
         """End a run that an earlier start had completed."""
-        if self._metrics.loggers is not None:
-            self._metrics.loggers.close(done=True)
-            self._checkpoints.remove_superseded(self.total_steps)
-        self._release()
         say("complete", f"{self.length.ending(self.total_steps)}. Checkpoint: {self.checkpoint}")
         say("", f"To continue training, raise {self.length.limits}. To start another run, set a new output_dir.")
-        self._answer_held_out(f"at step {self.total_steps}")
+        try:
+            self._answer_held_out()
+        finally:
+            if self._metrics.loggers is not None:
+                self._metrics.loggers.close(done=True)
+                self._checkpoints.remove_superseded(self.total_steps)
+            self._release()
         record_end(self.directory, writes=self.writes)
 
     def _loop(self) -> Iterator[int]:
@@ -238,7 +246,8 @@ class Run:
         if self._start.is_complete:
             self._end_again()
             return
-        self._answer_held_out(f"at step {self.start_step}")
+        if self._missing.answers:
+            self._answer_held_out()
         cfg, length, started = self.cfg, self.length, time.perf_counter()
         self._checkpoints.begin_steps()
         try:
@@ -278,6 +287,7 @@ class Run:
                     if step + 1 < self.total_steps and length.is_due(cfg.eval_tasks_every, step + 1):
                         self._run_tasks()
                 self._run_tasks()
+            self._answer_held_out()
         finally:
             self._observers = (self._world.observer,)
             with contextlib.suppress(Exception):  # the loop's own error matters more; without one it was raised before
@@ -295,7 +305,6 @@ class Run:
         say("ended", self.length.ending(self._done_steps))
         self._bad_steps.say_totals()
         self._results.log(self, seconds=seconds, steps=self._done_steps - self.start_step)
-        self._answer_held_out(f"at step {self._done_steps}")
         record_end(self.directory, writes=self.writes)
 
     def log(
@@ -354,9 +363,9 @@ class Run:
         if self._held_out is None:
             return False
         if self._begun is None:
-            if self._missing[0]:
+            if self._missing.rows:
                 self._restore_random_state()
-            return self._missing[0]
+            return self._missing.rows
         if self._step < self.total_steps:
             return self.length.is_due(self.cfg.eval_every, self._step)
         if self._logged:
@@ -413,7 +422,7 @@ class Run:
         self._checkpoints.writer.check()
         if self._bad_steps.too_many:
             self._save(wait=True)  # raises if the weights are not finite
-            raise TrainingFailed(self._bad_steps.report(self.checkpoint))
+            raise NonFinite(self._bad_steps.report(self.checkpoint))
         if saving:
             self._save(wait=ending)
 
@@ -460,10 +469,18 @@ class Run:
         self._metrics.sync_to_disk()
         self._checkpoints.save(self._done_steps, wait=wait, place=place)
 
-    def _answer_held_out(self, when: str) -> None:
-        """Have the model answer held-out questions, if `eval_answers` asks for it."""
-        max_questions, pattern = self.cfg.eval_answers, self.cfg.eval_pattern
-        say_answers(when, cast(Decoder, self.model), self.tokenizer, self._held_out, max_questions, pattern=pattern)
+    def _answer_held_out(self) -> None:
+        """Have the model answer held-out questions, if `eval_answers` asks for it, and write the share of right
+        answers, unless an earlier start has written it."""
+        step, model, cfg = self._done_steps, cast(Decoder, self.model), self.cfg
+        when = f"at step {step}"
+        report = say_answers(when, model, self.tokenizer, self._held_out, cfg.eval_answers, pattern=cfg.eval_pattern)
+        if report is None:
+            return
+        fields = answers_line(report, cfg.eval_pattern)
+        written = [row for row in self._start.rows if row["step"] == step]
+        if not any(fields.items() <= row.items() for row in written if "eval_questions" in row):
+            self._results.note(self._metrics.write_line(step, fields))
 
     def _run_tasks(self) -> None:
         """Run `eval_tasks`, without an effect on the rest of the run."""

@@ -51,7 +51,7 @@ from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.length import Length
 from lean_ft.training.metrics import Row, is_number
-from lean_ft.training.records import DirectoryLock, Settings, locks, settings_of
+from lean_ft.training.records import DirectoryLock, Settings, locks, record_leaving, settings_of
 from lean_ft.training.regularization import check_applied
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -230,6 +230,10 @@ def settled(cfg: ConfigT) -> Iterator[ConfigT]:
         cfg = hold_rate(hold_models(cfg, earlier), earlier)
         decide_start(cfg, earlier=earlier)
         yield cfg
+        record_leaving(directory, None)
+    except BaseException as error:
+        record_leaving(directory, error)
+        raise
     finally:
         if directory in locks:  # the run did not begin
             locks.pop(directory).release()

@@ -19,13 +19,15 @@ def folder(tmp_path, monkeypatch):
             "data.source": ["x.jsonl"],
             "output_dir": name,
         }
-        (run / "run.json").write_text(json.dumps({"starts": [{"settings": settings}]}))
-        rows = []
+        end = {"a": {"ended": "now"}, "sweep/b": {"failed": "now", "error": "KeyError: 'x'"}}.get(name, {})
+        (run / "run.json").write_text(json.dumps({"starts": [{"settings": settings, "total_steps": 3, **end}]}))
+        rows = [{"step": 0, "eval_exact_match": 0.125, "eval_questions": 8}] if name == "a" else []
         for step, loss in enumerate(losses, start=1):
             rows.append(
                 {"step": step, "loss": loss, "tokens": 100, "step_seconds": 0.5, "peak_memory_bytes": 2**30 * step}
             )
             rows.append({"step": step, "eval_loss": loss + step})
+        rows += [{"step": 2, "eval_exact_match": 0.75, "eval_questions": 8}] if name == "a" else []
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "\0\0")
     (tmp_path / "runs/a/step_00000002").mkdir()
     return tmp_path / "runs"
@@ -35,18 +37,19 @@ def test_runs_are_listed_with_what_differs(folder, leanft):
     """A setting that other recipes lack, `loss.beta`, does not differ. A group that is null elsewhere, `lora`, does."""
     answer = leanft.ok("runs")
     assert [line.split() for line in answer.out.splitlines()] == [
-        ["run", "lora", "optimizer.lr", "steps", "result", "held-out", "best", "peak", "tokens/s"],
-        ["a", "null", "0.0001", "2", "loss", "2", "4", "4", "2.00", "GiB", "200"],
-        ["sweep/b", "-", "0.001", "2", "loss", "1.5", "3.5", "3.5", "2.00", "GiB", "200"],
-        ["sweep/new", "-", "0.001", "0", "-", "-", "-", "-", "-"],
+        ["run", "lora", "optimizer.lr", "state", "steps", "result", "right", "held-out", "best"],
+        ["a", "null", "0.0001", "done", "2", "loss", "2", "75.0%", "4", "4"],
+        ["sweep/b", "-", "0.001", "failed", "at", "2", "of", "3:", "KeyError", "2", "loss", "1.5", "-", "3.5", "3.5"],
+        ["sweep/new", "-", "0.001", "killed", "at", "0", "of", "3", "0", "-", "-", "-", "-"],
     ]
     listed = json.loads(leanft("runs", "runs", "--json").out)
-    assert [(run["run"], run["settings"], run["loss"]) for run in listed] == [
-        ("a", {"lora": None, "optimizer.lr": 1e-4}, 2.0),
-        ("sweep/b", {"optimizer.lr": 1e-3}, 1.5),
-        ("sweep/new", {"optimizer.lr": 1e-3}, None),
+    assert [(run["run"], run["settings"], run["loss"], run["state"], run["right"]) for run in listed] == [
+        ("a", {"lora": None, "optimizer.lr": 1e-4}, 2.0, "done", 0.75),
+        ("sweep/b", {"optimizer.lr": 1e-3}, 1.5, "failed", None),
+        ("sweep/new", {"optimizer.lr": 1e-3}, None, "killed", None),
     ]
     assert [run["run"] for run in json.loads(leanft("runs", "runs/a", "--json").out)] == ["a"]
+    assert "optimizer.lr" in leanft.ok("runs", "runs/a").out  # also where it is equal in all runs
 
 
 def test_many_runs_with_many_settings_fit_100_columns(tmp_path, monkeypatch, leanft):
@@ -64,7 +67,7 @@ def test_many_runs_with_many_settings_fit_100_columns(tmp_path, monkeypatch, lea
     head, *lines = answer.out.splitlines()
     assert answer.code == 0 and len(lines) == 20
     assert max(map(len, [head, *lines, *answer.err.splitlines()])) <= 100
-    assert head.split()[:6] == ["run", "optimizer.lr", "seed", "steps", "result", "held-out"]
+    assert head.split()[:6] == ["run", "optimizer.lr", "seed", "state", "result", "held-out"]
     assert any("/run_5 " in line and "reward 0.25 " in line for line in lines)
     assert all(line.startswith(("a_", "…")) for line in lines)
     said = " ".join(answer.err.split())

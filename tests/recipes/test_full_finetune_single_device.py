@@ -1,5 +1,6 @@
 """The recipe on the embedded model: a copy trains alike, and a complete run evaluates its trained weights."""
 
+import json
 import shutil
 
 import pytest
@@ -39,13 +40,23 @@ def test_held_out_loss_falls_and_completions_are_compared_by_pattern(train, caps
 
 
 @pytest.mark.long
-def test_a_complete_run_answers_with_its_trained_weights(train, capsys):
+def test_a_complete_run_answers_with_its_trained_weights(train, capsys, tmp_path):
     settings = ("data.validation_fraction=0.2", "eval_answers=3", "optimizer.lr=5e-3")
     train(*settings)
-    learned = capsys.readouterr().out.rpartition("at step 6: ")[2]
+    learned = next(line for line in capsys.readouterr().out.splitlines() if "at step 6: " in line)
+    lines = tmp_path / "run/metrics.jsonl"
+    before, after = (line for line in map(json.loads, lines.read_text().splitlines()) if "eval_questions" in line)
+    assert (before["step"], after["step"]) == (0, 6) and before["eval_questions"] == after["eval_questions"] == 3
+    assert f"({after['eval_exact_match']:.1%})" in learned
+    whole = lines.read_text()
+    lines.write_text(whole[:-30])  # killed while the last line, of answers, was written
     train(*settings)
+    assert lines.read_text() == whole
+    capsys.readouterr()
+    train(*settings)
+    assert lines.read_text() == whole
     asked_again = capsys.readouterr().out
     assert asked_again.count("at step 6: ") == 1
-    assert asked_again.rpartition("at step 6: ")[2] == learned
+    assert learned in asked_again.splitlines()
     train(*(setting for setting in settings if not setting.startswith("eval_answers")), "eval_answers=1")
     assert "at step 6: " in capsys.readouterr().out

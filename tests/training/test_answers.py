@@ -193,3 +193,14 @@ def test_of_a_pair_the_chosen_answer_is_the_right_one(packing, share_prompts, to
     asked = [(decode(prompt.ids.tolist()), decode(answer)) for batch in taken for prompt, answer in batch.questions()]
     assert {answer for _, answer in asked} == {"good<|end|>"}
     assert sorted(question for prompt, _ in asked for question in QUESTIONS if question in prompt) == sorted(QUESTIONS)
+
+
+def test_sample_lines_show_the_last_user_message(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system, earlier = {"role": "system", "content": "Answer in one word."}, chat("And before?", "No.")["messages"]
+    rows = [{"messages": [system, *earlier, *chat("What is 7 plus 5?", "Yes.")["messages"]]}]
+    parrot = Parrot(tokenizer.encode("Yes.<|end|>"), tokenizer.vocab_size)
+    report = say_answers("at step 0", parrot, tokenizer, held_out(tmp_path, tokenizer, rows), 4)
+    assert report is not None and "Answer in one word." in report.answers[0].question
+    assert capsys.readouterr().out.splitlines()[1].split("  ->  ")[0].strip() == "What is 7 plus 5?"

@@ -46,8 +46,8 @@ def test_a_metric_has_a_panel_or_a_line_and_runs_are_compared(tmp_path):
     assert "memory at the peak, GiB: 2 throughout in slow, 2 throughout in fast" in text
     curves = read_curves(runs)
     assert [list(run.results_as_text().values()) for run in curves] == [
-        ["3", "loss 3.97", "3.25", "3.25", "2.00 GiB", "200"],
-        ["60", "loss 3.4", "3.25", "3.25", "2.00 GiB", "200"],
+        ["unfinished at 3", "3", "loss 3.97", "-", "3.25", "3.25", "2.00 GiB", "200"],
+        ["unfinished at 60", "60", "loss 3.4", "-", "3.25", "3.25", "2.00 GiB", "200"],
     ]
     assert differing_settings(curves) == ["optimizer.lr"]
 
@@ -111,3 +111,11 @@ def test_a_run_of_one_step_is_lines_of_text(tmp_path):
     figure = figure_of([write_rows(tmp_path / "run", [{"step": 1, "loss": 2.5}])])
     assert not figure.axes and figure.get_supxlabel() == "loss: 2.5 at step 1"
     figure._repr_png_()
+
+
+def test_the_share_of_right_answers_has_a_panel(tmp_path):
+    rows = [{"step": 0, "eval_exact_match": 0.0, "eval_questions": 8}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1}]
+    rows += [{"step": 2, "eval_exact_match": 0.75, "eval_questions": 8}]
+    figure = figure_of([write_rows(tmp_path / "run", rows)])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss", "held-out questions right"]
+    assert [list(line) for line in figure.axes[1].lines[0].get_data()] == [[0, 2], [0.0, 0.75]]
