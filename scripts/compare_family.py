@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -30,9 +31,17 @@ ERRORS = (ValueError, TypeError, LookupError, AttributeError)  # of a row that r
 Shape = tuple[int, ...]
 Renames = list[tuple[str, tuple[str, ...]]]
 # Fields without an effect on the logits, and small values of counts by a part of the field's name.
-IDLE = "token|dropout|initializer|_range|cache|label|output_|return_|dtype|name|version|problem"
+IDLE = "token|drop|initializer|_range|cache|label|output_|return_|dtype|name|version|problem"
 IDLE += "|aux|coef|chunk_size_feed|arch|model_type|is_encoder|pretraining_tp"
-SMALL = {"group": 1, "per_tok|top_?k|moe_k": 2, "shared_experts": 1, "experts": 6, "window|chunk": 7, "head_dim": 20}
+SMALL = {
+    "group": 1,
+    "kv_heads": 2,
+    "per_tok|top_?k|moe_k": 2,
+    "shared_experts": 1,
+    "experts": 6,
+    "window|chunk": 7,
+    "head_dim": 20,
+}
 SMALL |= {"rank": 12, "intermediate|ffn|_size|_dim": 24}
 SIZES_OF_ALL = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 FOLDERS = tempfile.TemporaryDirectory(prefix="new_family_")  # removed when the process ends
@@ -227,7 +236,7 @@ def compared(row: Family, at: Checkpoint) -> Comparison:
 def compared_by_names(row: Family, at: Checkpoint, model: Decoder, names: "Names") -> Comparison:
     if number := len(names.ours) + len(names.theirs):
         rests = {"lean_ft": names.ours, "the folder": names.theirs}
-        sides = [f"{', '.join(map(short, rest))} of {owner}" for owner, rest in rests.items() if rest]
+        sides = [f"{with_shapes(rest)} of {owner}" for owner, rest in rests.items() if rest]
         # Renames and fused tensors show earlier if tensors that only lean_ft has count less.
         distance = UNMATCHED + number - 0.1 * len(names.ours) + 0.3 * names.guesses
         return Comparison(distance, f"{number} tensors without a match: {' and '.join(sides)}", names.on_disk)
@@ -278,8 +287,8 @@ class Names(NamedTuple):
     alone."""
 
     on_disk: dict[str, tuple[str, ...]]
-    ours: list[str]
-    theirs: list[str]
+    ours: dict[str, Shape]
+    theirs: dict[str, Shape]
     guesses: int
 
 
@@ -307,7 +316,7 @@ def matched_names(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], order:
         if own in left and place in rest and kind_of(own) == kind_of(place) and left[own] == rest[place]:
             by_likeness[short(own)] = (short(place),)
             del left[own], rest[place]
-    return Names({**by_likeness, **on_disk}, list(left), list(rest), len(by_likeness))
+    return Names({**by_likeness, **on_disk}, left, rest, len(by_likeness))
 
 
 @cache
@@ -317,6 +326,17 @@ def likeness(own: str, theirs: str) -> float:
 
 def kind_of(name: str) -> tuple[bool, bool]:
     return name.endswith("bias"), "norm" in name or ".ln_" in name
+
+
+def with_shapes(tensors: Mapping[str, Shape]) -> str:
+    return ", ".join(f"{short(name)} {list(shape)}" for name, shape in tensors.items())
+
+
+def place_of_layers(names: Iterable[str]) -> tuple[str, str]:
+    """The prefix of parameters and the name of the layers: `model.` and `layers` of `model.layers.0.mlp.weight`."""
+    places = Counter(found.groups() for name in names if (found := re.match(r"(.+?\.)?(\w+)\.\d+\.", name)))
+    ((prefix, layers), _), *_ = places.most_common()
+    return prefix or "", layers
 
 
 def short(name: str) -> str:

@@ -49,20 +49,24 @@ WHOLE_FIELDS += ("norm_eps_field", "has_mixture", "mixture", "parts", "own")
 MADE: dict[Callable[..., Any], str] = {}  # the source of functions that the search makes
 
 
-def if_flag(value: str, name: str) -> Callable[[ConfigFields], str | None]:
-    """A fact that a flag of config.json turns on."""
+def if_flag(value: Any, name: str, otherwise: Any) -> Callable[[ConfigFields], Any]:
+    """A fact that a flag of config.json turns on: a constant, or another row's function of the fields."""
 
-    def read(fields: ConfigFields) -> str | None:
-        return value if fields.flag(name) else None
+    def read(fields: ConfigFields) -> Any:
+        return (value(fields) if callable(value) else value) if fields.flag(name) else otherwise
 
-    MADE[read] = f'lambda fields: "{value}" if fields.flag("{name}") else None'
+    source = f"{text(value)}(fields)" if callable(value) else text(value)
+    MADE[read] = f'lambda fields: {source} if fields.flag("{name}") else {text(otherwise)}'
     return read
 
 
-def in_usual_spelling(spellings: dict[str, str]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """A row's `preprocessed` for fields with other names, by these names."""
-    read = spelled(spellings)
-    MADE[read] = f"spelled({text(spellings)})"
+def in_usual_spelling(
+    spellings: dict[str, str], ignored: tuple[str, ...]
+) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """A row's `preprocessed` for fields with other names, by these names, and for usual names that transformers
+    ignores."""
+    read = spelled(spellings, ignored)
+    MADE[read] = f"spelled({text(spellings)}{f', {text(ignored)}' if ignored else ''})"
     return read
 
 

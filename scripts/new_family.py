@@ -6,10 +6,11 @@
 2. Compare each row of lean_ft with them: first the names and shapes of tensors, then the outputs of each layer, its
    attention and its feed-forward layer. Each of these gets transformers' input, so a wrong fact shows only where it
    acts.
-3. From the nearest row, change one fact or two at a time while the distance falls. The values of a fact are those in
-   any row, and readers of this configuration's own fields.
+3. From each of the nearest rows, change one fact or two at a time while the distance falls. The values of a fact are
+   those in any row, and readers of this configuration's own fields. Constants come first. The embedding of positions
+   changes together with the rotation.
 4. Change each field of the configuration once. If the row neither gives equal logits nor refuses the field, go on with
-   that checkpoint too.
+   that checkpoint too. If no facts compute it, the row refuses the other values of that field.
 5. Print the row, its test cases and its line of docs/families.md. `--write` inserts them and runs the family's tests.
 
 If no row suffices, print the nearest row and what differs, and exit with 1. `--again` leaves out the row of a type that
@@ -18,12 +19,11 @@ lean_ft reads and searches for it. docs/new_family.md walks through an example.
 
 import argparse
 import inspect
-import re
 import sys
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations, product
 from operator import methodcaller
@@ -41,7 +41,7 @@ from lean_ft.models import DecoderConfig, load_model  # noqa: E402
 from lean_ft.models.config import FamilyParts, MixtureConfig  # noqa: E402
 from lean_ft.models.config_json import _DEFAULTS, as_its_family  # noqa: E402
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, Family  # noqa: E402
-from lean_ft.models.families.family import count, flag, number  # noqa: E402
+from lean_ft.models.families.family import count, flag, no_rope, number  # noqa: E402
 from lean_ft.system.config_fields import ConfigFields  # noqa: E402
 from lean_ft.system.spelling import did_you_mean  # noqa: E402
 from scripts.compare_family import (  # noqa: E402
@@ -57,12 +57,14 @@ from scripts.compare_family import (  # noqa: E402
     fitting,
     likeness,
     own_fields,
+    place_of_layers,
     read,
     shapes_of,
     small_settings,
     step_errors,
 )
 from scripts.family_source import (  # noqa: E402
+    MADE,
     WHOLE_FIELDS,
     if_flag,
     in_usual_spelling,
@@ -76,8 +78,12 @@ from scripts.family_source import (  # noqa: E402
 )
 from tests.models.family_cases import SIZES  # noqa: E402
 
-SECONDS = 100  # of CPU time, of a search from one row
+SECONDS = 60  # of CPU time, of a search from one row
+STARTS = 5  # rows to search from
+SILENCE = 10  # seconds between lines that show that the search goes on
 ABSENT = object()  # the value of a fact that an edit removes
+# Sizes of the small checkpoints that change the model where a type reads them.
+ARCHITECTURE = ("num_key_value_heads", "head_dim", "intermediate_size")
 BARE = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 8, "num_attention_heads": 32}
 # Numbers that decide which layers have a window or experts, in files that do not list them. The search tries others.
 GUESSES = {"sliding_window_pattern": 4, "first_k_dense_replace": 1}
@@ -94,11 +100,15 @@ class Edit(NamedTuple):
         return f"{self.name}={'absent' if self.value is ABSENT else text(self.value)}"
 
 
+Change = tuple[Edit, ...]  # edits of one step of the search
+
+
 class Search:
     """The checkpoints of a model_type, and the edits of rows that may help."""
 
     def __init__(self, model_type: str) -> None:
         self.model_type, self.start = model_type, time.monotonic()
+        self.last_line = self.start
         self.checkpoints: list[Checkpoint] = []
         self.refused = ""  # the last reason of transformers against a checkpoint
         try:
@@ -117,8 +127,13 @@ class Search:
         self.defaults = {**GUESSES, "intermediate_size": (*sizes, 1)[0], **known}
         names = transformers.CONFIG_MAPPING[model_type].attribute_map
         self.spellings = {names[size]: size for size in SIZES if names.get(size) in self.own and size not in self.own}
-        # Of edits that are equally good, the search takes the first: that with the most similar name.
-        self.options = sorted(edits(self.own), key=lambda edit: -likeness(edit.name, str(edit).partition("=")[2]))
+        fields_of_type = {*transformers.AutoConfig.for_model(model_type).to_dict(), *names, *names.values()}
+        # Sizes that the small checkpoints set and transformers does not read.
+        self.ignored = tuple(name for name in ARCHITECTURE if name not in fields_of_type)
+        # Of changes that are equally good, the search takes the first: a constant, then the most similar name.
+        singles = [(edit,) for edit in edits(self.own)]
+        singles.sort(key=lambda one: (is_reader(one[0].value), -likeness(one[0].name, str(one[0]).partition("=")[2])))
+        self.options: list[Change] = singles + together(singles)
         for settings in small_settings(self.own):
             tried = [settings, fitting(model_type, self.own, settings)]
             # Some need as many heads of keys as of queries.
@@ -133,7 +148,13 @@ class Search:
                 self.say(f"transformers does not compute {settings}: {self.refused[:150]}")
 
     def say(self, line: str) -> None:
-        print(f"[{time.monotonic() - self.start:4.0f} s] {line}", flush=True)
+        self.last_line = time.monotonic()
+        print(f"[{self.last_line - self.start:4.0f} s] {line}", flush=True)
+
+    def beat(self, line: str) -> None:
+        """Print the line if there was none for a while."""
+        if time.monotonic() - self.last_line > SILENCE:
+            self.say(f"... {line}")
 
     def distance(self, row: Family, bound: float = 1e9) -> float:
         """The sum over checkpoints; above 1000 if the first alone is above the bound."""
@@ -153,6 +174,7 @@ class Search:
         """Checkpoints that differ from checkpoint `base` by another value of one field, which is named."""
         found = []
         for name, value in changed_fields(self.own):
+            self.beat(f"checkpoints with one changed field: {name}")
             try:
                 settings = {**self.checkpoints[base].settings, name: value}
                 found.append((name, value, checkpoint(self.model_type, settings)))
@@ -180,15 +202,42 @@ def edits(own: Mapping[str, Any]) -> list[Edit]:
         kind, reader = readers.get(method, (None, None))
         of_kind = [field for field, given in own.items() if type(given) is kind and field not in SIZES]
         found += [Edit(part, name, reader(field)) for field in of_kind if reader]
-    of_words = [edit for edit in found if edit.part == "facts" and isinstance(edit.value, str)]
+    usual = {one.name: one.default for one in fields(DecoderConfig)}
     flags = [name for name, value in own.items() if type(value) is bool]
-    found += [Edit("facts", name, if_flag(value, flag)) for (_, name, value), flag in product(of_words, flags)]
+    of_words = [edit for edit in found if edit.part == "facts" and isinstance(edit.value, str)]
+    # A flag turns on a number only if their names share a word, because there are many of both.
+    numbers = [edit for edit in found if edit.part == "facts" and isinstance(usual.get(edit.name), float)]
+    turned_on = [
+        *product(of_words, flags),
+        *((edit, flag) for edit, flag in product(numbers, flags) if alike(edit, flag)),
+    ]
+    found += [Edit("facts", name, if_flag(value, flag, usual.get(name))) for (_, name, value), flag in turned_on]
+    found.append(Edit("facts", "num_kv_heads", 1))
     found += [Edit("defaults", name, value) for name in GUESSES for value in range(7)]
     found += [Edit("row", "norm_eps_field", name) for name in own if "eps" in name]
     found += [
         Edit("row", "activation_field", name) for name in own if name.endswith(("_act", "activation", "_function"))
     ]
     return list({(edit.part, str(edit)): edit for edit in found}.values())
+
+
+def is_reader(value: Any) -> bool:
+    """Whether a fact reads a flag or number of config.json, rather than being a constant or a rule of another row."""
+    return isinstance(value, methodcaller) or (callable(value) and value in MADE)
+
+
+def alike(edit: Edit, flag: str) -> bool:
+    """Whether the fact, a function or number that is no reader itself, shares the stem of a word with a flag."""
+    stems = [{word[:5] for word in name.split("_") if len(word) > 3} for name in (edit.name, flag)]
+    return edit.value is not ABSENT and not is_reader(edit.value) and bool(stems[0] & stems[1])
+
+
+def together(singles: list[Change]) -> list[Change]:
+    """Changes of the embedding of positions and of the rotation: a model has one or the other."""
+    of_positions = [edit for (edit,) in singles if edit.name == "position_row"]
+    learned = [(edit, Edit("row", "rope", no_rope)) for edit in of_positions if edit.value is not ABSENT]
+    rotations = [edit for (edit,) in singles if edit.name == "rope" and edit.value is not no_rope]
+    return learned + [(Edit("facts", "position_row", ABSENT), edit) for edit in rotations]
 
 
 def edited(row: Family, *changes: Edit) -> Family:
@@ -203,9 +252,11 @@ def edited(row: Family, *changes: Edit) -> Family:
 
 def readable(row: Family, search: Search) -> Family:
     """The row with this type's defaults, without facts that read a field which its configuration lacks."""
-    config = search.checkpoints[0].config
-    if not {*search.spellings.values()} <= row.preprocessed(config).keys():
-        row = replace(row, preprocessed=in_usual_spelling(search.spellings))
+    first = search.checkpoints[0]
+    config = first.config
+    lacks_sizes = not {*search.spellings.values()} <= row.preprocessed(config).keys()
+    if lacks_sizes or search.ignored:
+        row = replace(row, preprocessed=in_usual_spelling(search.spellings, search.ignored))
     own = ConfigFields(row.preprocessed(config), {**_DEFAULTS, **search.defaults}, "config.json")
 
     def fails(fact: Any, *args: Any) -> bool:
@@ -214,6 +265,8 @@ def readable(row: Family, search: Search) -> Family:
         except ERRORS:
             return True
 
+    (on_disk, layers), (in_memory, _) = map(place_of_layers, (first.tensors, first.model.state_dict()))
+    row = replace(row, prefix_on_disk=on_disk, prefix_in_memory=in_memory, layers=layers)
     lists_windows = "sliding_attention" in own.values.get("layer_types", ())
     row = replace(row, defaults=search.defaults, scores_as="", reads_layer_types=row.reads_layer_types or lists_windows)
     for part in ("facts", "mixture"):
@@ -226,7 +279,8 @@ def readable(row: Family, search: Search) -> Family:
         "layer_facts": ([False] * 99, 0),
         "has_mixture": (0,),
     }.items():
-        values = [getattr(row, name), getattr(Family(), name), *(e.value for e in search.options if e.name == name)]
+        rules = [option[0].value for option in search.options if len(option) == 1 and option[0].name == name]
+        values = [getattr(row, name), getattr(Family(), name), *rules]
         row = replace(row, **{name: next((value for value in values if not fails(value, *args)), values[0])})
     return row
 
@@ -236,19 +290,22 @@ def improved(row: Family, search: Search) -> Family:
     end = time.thread_time() + SECONDS  # a busy machine finds the same
     while not search.is_solved_by(row) and time.thread_time() < end:
         distance, bound = search.distance(row), 1.0001 * compared(row, search.checkpoints[0]).distance
-        tried = [(search.distance(edited(row, edit), bound), edit) for edit in search.options]
-        best, edit = min(tried, key=lambda one: one[0])
-        changes = (edit,)
+
+        def distance_with(change: Change, row: Family = row, distance: float = distance, bound: float = bound) -> float:
+            search.beat(f"distance {distance:.1f}; trying {' and '.join(map(str, change))[:90]}")
+            return search.distance(edited(row, *change), bound)
+
+        tried = [(distance_with(change), change) for change in search.options]
+        best, changes = min(tried, key=lambda one: one[0])
         if best > 0.999 * distance:
-            likely = [one for one in tried if edited(row, one[1]) != row]
+            likely = [one for one in tried if edited(row, *one[1]) != row]
             if distance > UNMATCHED:  # constants change tensors more often than readers
-                likely.sort(key=lambda one: (callable(one[1].value), one[0] > distance, one[0]))
+                likely.sort(key=lambda one: (callable(one[1][0].value), one[0] > distance, one[0]))
             else:  # first those that change the logits
                 likely.sort(key=lambda one: (one[0] == distance, one[0]))
-            pairs = (pair for pair in combinations([edit for _, edit in likely[:100]], 2) if time.thread_time() < end)
-            changes = next(
-                (pair for pair in pairs if search.distance(edited(row, *pair), bound) < 0.999 * distance), ()
-            )
+            likely = [change for _, change in likely[:100]]
+            pairs = (one + other for one, other in combinations(likely, 2) if time.thread_time() < end)
+            changes = next((pair for pair in pairs if distance_with(pair) < 0.999 * distance), ())
         if not changes:
             break
         row = edited(row, *changes)
@@ -265,15 +322,15 @@ def shortened(row: Family, search: Search) -> Family:
     return row
 
 
-def counterexample(row: Family, search: Search) -> Checkpoint | None:
-    """A checkpoint with one changed field that the row neither refuses nor computes."""
+def counterexample(row: Family, search: Search) -> tuple[str, Checkpoint] | None:
+    """A field and a checkpoint with another value of it that the row neither refuses nor computes."""
     # Some fields matter only beside others. The third checkpoint does not list the kinds of its layers.
     for base in [base for base in range(len(search.checkpoints)) if base != 2]:
         for name, value, changed in search.with_one_change(base):
             found = compared(row, changed)
             if found.distance > EQUAL and not found.is_refused:
                 search.say(f"{name}={value} changes transformers' computation in another way: one more checkpoint")
-                return changed
+                return name, changed
     return None
 
 
@@ -284,7 +341,7 @@ def ignored_fields(row: Family, search: Search) -> list[str]:
         is_same = shapes_of(changed.tensors.items()) == shapes_of(first.tensors.items())
         differs = not is_same or step_errors(changed.steps, first.steps)["logits"] > EQUAL
         decoder = read(row, first.config)
-        if differs and isinstance(decoder, DecoderConfig) and decoder == read(row, {**first.config, name: value}):
+        if differs and isinstance(decoder, DecoderConfig) and decoder == read(row, changed.config):
             found[name] = value
     return list(found)
 
@@ -358,12 +415,14 @@ def reason_against(model_type: str, again: bool) -> str:
 
 
 def found_row(search: Search) -> tuple[str, Family, list[str]]:
-    """The nearest row's name, the row made from it, and the kinds of layers whose order it lacks."""
+    """The name of the row that the search starts from, the row made from it, and the kinds of layers whose order it
+    lacks."""
     rows = {name: readable(row, search) for name, row in FAMILIES.items() if name != search.model_type}
     nearest = sorted(rows, key=lambda name: search.distance(rows[name]))
-    for name in nearest[:5]:
+    for name in nearest[:STARTS]:
         search.say(f"{name}: {search.difference(rows[name])[:150]}")
-    row, order = improved(rows[nearest[0]], search), []
+    name, row = improved_start({name: rows[name] for name in nearest[:STARTS]}, search)
+    order: list[str] = []
     while True:
         # With layer_types, which the configuration of seven layers leaves out.
         listed = [replace(at, config=at.model.config.to_dict()) for at in search.checkpoints]
@@ -372,18 +431,32 @@ def found_row(search: Search) -> tuple[str, Family, list[str]]:
         if not search.is_solved_by(row):
             break
         row = shortened(row, search)
-        changed = counterexample(row, search)
-        if changed is None:
+        found = counterexample(row, search)
+        if found is None:
             break
+        field, changed = found
         search.checkpoints.append(changed)
-        row = improved(row, search)
-    return nearest[0], row, order
+        computed = improved(row, search)
+        if search.is_solved_by(computed):
+            row = computed
+            continue
+        search.checkpoints.pop()
+        value = changed.model.config.to_dict().get(field)
+        search.say(f"no facts compute {field}={value}: the row refuses it. {compared(computed, changed).differs[:150]}")
+        row = replace(row, only={**row.only, field: search.checkpoints[0].config.get(field)})
+    return name, row, order
 
 
-def shapes_in(text: str, model: torch.nn.Module) -> dict[str, torch.Size]:
-    """The shapes of transformers' tensors that a difference names, with `*` for the number of a layer."""
-    shapes = {re.sub(r"\.\d+\.", ".*.", name): tensor.shape for name, tensor in model.state_dict().items()}
-    return {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") in text}
+def improved_start(rows: Mapping[str, Family], search: Search) -> tuple[str, Family]:
+    """The first of the rows from which the search finds the family, or the one with the least distance."""
+    ends: dict[str, Family] = {}
+    for name, row in rows.items():
+        search.say(f"from {name}:")
+        ends[name] = improved(row, search)
+        if search.is_solved_by(ends[name]):
+            return name, ends[name]
+    name = min(ends, key=lambda name: search.distance(ends[name]))
+    return name, ends[name]
 
 
 def explain(nearest: str, row: Family, search: Search) -> None:
@@ -392,9 +465,8 @@ def explain(nearest: str, row: Family, search: Search) -> None:
     print(source_of_row(search.model_type, replace(row, defaults={})), "\n\nWhat is left:")
     differs = {compared(row, at).differs: at.settings for at in reversed(search.checkpoints)}
     for difference, settings in reversed(differs.items()):
-        print(f"- {difference}\n  with {settings}")
-    for name, shape in shapes_in(" ".join(differs), search.checkpoints[0].model).items():
-        print(f"  transformers' {name}: {list(shape)}")
+        if difference != "equal":
+            print(f"- {difference}\n  with {settings}")
     ignored = ", ".join(ignored_fields(row, search))
     print(f"- fields that change transformers' model and that the row ignores: {ignored or 'none'}")
     print(f"transformers computes it in {inspect.getsourcefile(type(search.checkpoints[0].model))}.")

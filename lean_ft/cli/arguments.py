@@ -18,7 +18,10 @@ from lean_ft.settings.converted_config import refuse_other_tools
 from lean_ft.settings.hints import hint_for_command
 from lean_ft.settings.text import COMMAND_LINE, load_config, preset_fits, preset_recipe, preset_values
 from lean_ft.system import catalog
-from lean_ft.system.user_functions import use_family
+from lean_ft.system.user_functions import is_function_path, use_family
+
+# Settings whose files other commands than `run` execute.
+CODE_OF_PLANS = "model.family", "optimizer.name"
 
 Found = TypeVar("Found")
 
@@ -201,12 +204,14 @@ def find(
     preset = catalog.find_preset(config) if config is not None else None
     if preset is not None:
         refuse_other_tools(preset)
-        row = preset_values(preset).get("model.family", "null")
-        if not runs and row != "null" and not any(word.startswith("model.family=") for word in overrides):
-            raise ValueError(
-                f"{config} has model.family={row}, a file whose code this command would run. Read the file, and if you "
-                f"trust it, name it too: --config {shlex.quote(str(config))} {shlex.quote(f'model.family={row}')}"
-            )
+        values = preset_values(preset)
+        for name in CODE_OF_PLANS if not runs else ():
+            file = values.get(name)
+            if is_function_path(file) and not any(word.startswith(f"{name}=") for word in overrides):
+                raise ValueError(
+                    f"{config} has {name}={file}, a file whose code this command would run. Read the file, and if you "
+                    f"trust it, name it too: --config {shlex.quote(str(config))} {shlex.quote(f'{name}={file}')}"
+                )
     if recipe is None:
         recipe = preset_recipe(preset) if preset is not None else None
         if recipe is None:

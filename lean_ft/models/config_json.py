@@ -295,6 +295,7 @@ def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> Dec
 def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:
     fields = ConfigFields(config, {**_DEFAULTS, **family.defaults}, where)
 
+    fields.expect(**family.only)
     num_heads = fields.count("num_attention_heads")
     facts: dict[str, Any] = {
         "vocab_size": fields.count("vocab_size"),

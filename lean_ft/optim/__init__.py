@@ -3,14 +3,20 @@
 import math
 from numbers import Real
 
+from lean_ft.optim.adamw_8bit import Moment8bit
 from lean_ft.optim.build import build_optimizer
+from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.optimizer import Optimizer
-from lean_ft.optim.rule import Rule, StepInfo
+from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
+from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
 from lean_ft.settings import ScheduleConfig, TrainingConfig
 from lean_ft.system.user_functions import is_function_path
 
-__all__ = ["LossScaler", "Optimizer", "Rule", "StepInfo", "build_optimizer", "learning_rate", "num_warmup_steps"]
+__all__ = ["LossScaler", "Optimizer", "build_optimizer", "learning_rate", "num_warmup_steps"]
+# For rules of users.
+__all__ += ["DynamicCode", "Moment8bit", "ParameterState", "RoundingNoise", "Rule", "Sliced", "StepInfo", "decay_of"]
+__all__ += ["flat", "store"]
 
 
 def learning_rate(cfg: TrainingConfig, step: int, total_steps: int) -> float:

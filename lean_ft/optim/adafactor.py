@@ -27,6 +27,8 @@ LARGEST_RMS = 1.0
 class Adafactor(Rule):
     """weight -= lr * (u / max(1, RMS(u)) + weight_decay * weight), u = g / sqrt(row_mean * column_mean / mean)."""
 
+    needs_whole_matrices = False
+
     def __init__(self, *, weight_decay: float, stochastic_rounding: bool, compile: bool) -> None:
         self.weight_decay = weight_decay
         self.draws_noise = stochastic_rounding

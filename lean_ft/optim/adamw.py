@@ -78,6 +78,8 @@ class _Scalars(NamedTuple):
 class AdamW(Rule):
     """weight -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * weight), with m and v stored as `moments`."""
 
+    needs_whole_matrices = False
+
     def __init__(
         self,
         *,

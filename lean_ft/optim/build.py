@@ -16,6 +16,7 @@ from lean_ft.optim.adamw_8bit_torchao import Moment8bitTorchao
 from lean_ft.optim.apollo_mini import ApolloMini
 from lean_ft.optim.muon import Muon
 from lean_ft.optim.optimizer import Optimizer
+from lean_ft.optim.own_rule import check_state, own_rule
 from lean_ft.optim.rule import VECTORS, Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
@@ -24,6 +25,7 @@ from lean_ft.settings.optimizer import BITSANDBYTES_RULES, MATRIX_RULES
 from lean_ft.system.environment import bitsandbytes_problem
 from lean_ft.system.parameter_names import matched_parameters
 from lean_ft.system.shards import ALONE, Ranks, part_of, whole_numel, whole_shape
+from lean_ft.system.user_functions import is_function_path
 from lean_ft.system.world import device_type
 
 # Smaller tensors and all vectors (norms, biases) keep float32 moments: quantizing them saves little. Over many ranks,
@@ -67,7 +69,12 @@ def build_optimizer(
         )
     paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
     on_gpu = devices == {"cuda"}
-    rule = _rules(cfg, model, on_gpu=on_gpu, paged=paged and on_gpu, compile=recipe_cfg.compile)
+    if is_function_path(cfg.name):
+        rule = own_rule(cfg, compile=recipe_cfg.compile)
+        for name, param in trainable:
+            check_state(name, param, rule if isinstance(rule, Rule) else rule(param), f"optimizer.name={cfg.name}")
+    else:
+        rule = _rules(cfg, model, on_gpu=on_gpu, paged=paged and on_gpu, compile=recipe_cfg.compile)
     _refuse_what_cannot_be_cut(cfg, trainable, rule, ranks)
     optimizer = Optimizer(
         trainable,

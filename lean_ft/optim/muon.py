@@ -29,8 +29,6 @@ class Muon(Rule):
     For the matrices inside layers; dimensions before the last two number separate matrices.
     """
 
-    needs_whole_matrices = True
-
     def __init__(self, *, momentum: float, weight_decay: float, stochastic_rounding: bool, compile: bool) -> None:
         self.momentum = momentum
         self.weight_decay = weight_decay

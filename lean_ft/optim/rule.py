@@ -62,7 +62,9 @@ class Rule:
 
     draws_noise = False  # whether a step draws a seed from torch's generator
     block = 1  # neighboring elements that share an entry of the state, such as a scale
-    needs_whole_matrices = False
+    # Whether a rank needs all rows of a matrix. If not, each rank updates its rows, and `ParameterState.sum` sums over
+    # all of them.
+    needs_whole_matrices = True
     # Number of neighboring elements that must be updated together; None: the whole parameter.
     updated_together: int | None = None
 

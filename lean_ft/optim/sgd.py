@@ -16,6 +16,8 @@ from lean_ft.optim.slices import RoundingNoise, Sliced, flat, store
 class SGD(Rule):
     """weight -= lr * (gradient or momentum buffer + weight_decay * weight), in float32, rounded once."""
 
+    needs_whole_matrices = False
+
     def __init__(self, *, momentum: float, weight_decay: float, stochastic_rounding: bool, compile: bool) -> None:
         self.momentum = momentum
         self.weight_decay = weight_decay

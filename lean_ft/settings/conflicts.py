@@ -32,6 +32,7 @@ from lean_ft.settings.optimizer import (
     CLIPPING_RULES,
     OptimizerConfig,
 )
+from lean_ft.system.user_functions import is_function_path
 
 # Names of groups in the rows below. `recipe` is the whole configuration.
 _GROUPS: dict[str, type[Settings]] = {
@@ -66,6 +67,11 @@ class Conflict(NamedTuple):
 
 def _names(rules: tuple[str, ...]) -> str:
     return "optimizer.name=" + "|".join(rules)
+
+
+def _is_other(optimizer: OptimizerConfig, rules: tuple[str, ...]) -> bool:
+    """Whether the rule is none of these. A user's rule names the settings that it uses when it is built."""
+    return optimizer.name not in rules and not is_function_path(optimizer.name)
 
 
 def _differs(group: Settings, name: str) -> bool:
@@ -195,19 +201,19 @@ CONFLICTS = [
         "optimizer.in_backward=false.",
     ),
     Conflict(
-        lambda optimizer: optimizer.update_clipping and optimizer.name not in CLIPPING_RULES,
+        lambda optimizer: optimizer.update_clipping and _is_other(optimizer, CLIPPING_RULES),
         "optimizer.update_clipping=true needs AdamW's second moment, which optimizer.name={optimizer.name} does not "
         "keep for every tensor (adafactor already limits its updates). Set optimizer.update_clipping=false, or set "
         f"{_names(CLIPPING_RULES)}.",
     ),
     Conflict(
-        lambda optimizer: optimizer.momentum is not None and optimizer.name not in ("sgd", "muon"),
+        lambda optimizer: optimizer.momentum is not None and _is_other(optimizer, ("sgd", "muon")),
         "optimizer.momentum={optimizer.momentum:g} is for optimizer.name=sgd|muon; {optimizer.name} would ignore it. "
         "Remove it. AdamW's momentum is the first of optimizer.betas.",
     ),
     *(
         Conflict(
-            lambda optimizer, name=name: optimizer.name not in ADAMW_RULES and _differs(optimizer, name),
+            lambda optimizer, name=name: _is_other(optimizer, ADAMW_RULES) and _differs(optimizer, name),
             f"optimizer.{name}={{optimizer.{name}}} is for AdamW; {{optimizer.name}} would ignore it. Remove it, or "
             f"set {_names(ADAMW_RULES)}.",
         )

@@ -6,8 +6,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from lean_ft.settings.base import Fraction, OwnFunction, Settings
-from lean_ft.system.user_functions import check_function, is_function_path, load_function
+from lean_ft.settings.base import Fraction, OwnFactory, OwnFunction, Settings
+from lean_ft.system.user_functions import (
+    check_function,
+    content_digest,
+    is_function_path,
+    load_code,
+    load_function,
+)
 
 BITSANDBYTES_RULES = ("adamw_8bit", "paged_adamw_8bit")
 CLIPPING_RULES = ("adamw", *BITSANDBYTES_RULES, "adamw_4bit")  # rules that keep AdamW's second moment for every tensor
@@ -39,20 +45,25 @@ class UsualRates(NamedTuple):
 class OptimizerConfig(Settings):
     """The optimizer and where its state is stored."""
 
-    name: Literal[
-        "adamw",
-        "adamw_8bit",
-        "adamw_8bit_torchao",
-        "paged_adamw_8bit",
-        "adamw_4bit",
-        "adafactor",
-        "muon",
-        "apollo_mini",
-        "sgd",
+    name: Annotated[
+        Literal[
+            "adamw",
+            "adamw_8bit",
+            "adamw_8bit_torchao",
+            "paged_adamw_8bit",
+            "adamw_4bit",
+            "adafactor",
+            "muon",
+            "apollo_mini",
+            "sgd",
+        ]
+        | OwnFactory,
+        AfterValidator(check_function),
     ] = "adamw"
     """Update rule. `_8bit` and `_4bit` store both AdamW moments in that many bits with one scale per block; `_torchao`
     uses torchao's functions instead of bitsandbytes'. `muon` and `apollo_mini` update the matrices inside the layers,
-    and AdamW the rest. `paged_adamw_8bit` is adamw_8bit with state=paged."""
+    and AdamW the rest. `paged_adamw_8bit` is adamw_8bit with state=paged. Your own rule `my_opt.py:Lion` is a subclass
+    of lean_ft.optim.Rule, called with the settings that its parameters name."""
     state: Literal["device", "paged", "streamed"] = "device"
     """GPU: where the optimizer state is stored. `device`: GPU memory. `paged`: CUDA managed memory, which the driver
     moves to the host if the GPU is full (adamw_8bit only). `streamed`: pinned host memory, copied to the GPU and back
@@ -87,6 +98,17 @@ class OptimizerConfig(Settings):
                 "optimizer.lr is null, which only the settings of a recipe (RecipeConfig) replace by a number. Set it."
             )
         return self.lr
+
+    @cached_property
+    def rule(self) -> Callable[..., Any]:
+        """The user's class or function that `name` names, also in a plan. It stays the same for the whole run, also if
+        its file is edited."""
+        return load_code(self.name)
+
+    @cached_property
+    def content(self) -> str | None:
+        """A hash of the source of the user's rule; None for other rules. It stays the same for the whole run."""
+        return content_digest(self.name) if is_function_path(self.name) else None
 
     def for_adapter(self) -> dict[str, object]:
         return {"stochastic_rounding": False} if self.stochastic_rounding else {}  # an adapter is float32

@@ -143,10 +143,11 @@ def load_function(value: str, planned: Callable[..., Any] | None = None) -> Call
         check_function(value)
         return planned
 
-    return world().read(lambda: _load_function(value), checked)
+    return world().read(lambda: load_code(value), checked)
 
 
-def _load_function(value: str) -> Callable[..., Any]:
+def load_code(value: str) -> Callable[..., Any]:
+    """`load_function`, which runs the file in a plan too."""
     if value in PASSED:
         return PASSED[value].function
     file, name = _file_and_name(value)
@@ -200,6 +201,14 @@ def without_os_exit() -> Iterator[None]:
 def file_digest(value: str) -> str:
     """Hex hash of the file in FILE.py:FUNCTION."""
     return blake2b(_file_and_name(value)[0].read_bytes(), digest_size=16).hexdigest()
+
+
+def content_digest(value: str) -> str | None:
+    """`file_digest`, or the hash of the source of a function that was passed from Python; None if it has no source."""
+    if value not in PASSED:
+        return file_digest(value)
+    source = PASSED[value].source
+    return None if source is None else blake2b(source.encode(), digest_size=16).hexdigest()
 
 
 def check_shape(value: str, returned: Returned, shape: Sequence[int]) -> Returned:

@@ -30,6 +30,9 @@ _MOST_OF_ERROR = 300  # characters of an error in run.json
 _begun = set[Path]()  # directories with a run that this process began and did not complete
 
 
+CONTENT_OF_RULE = "the code of optimizer.name"  # beside the settings, because an edited rule is another run
+
+
 def settings_of(cfg: RecipeConfig) -> Settings:
     """All settings by dotted key, as redacted JSON values. An edited function from Python is the same setting."""
     values = without_hashes(cfg.model_dump(mode="json"))
@@ -38,7 +41,8 @@ def settings_of(cfg: RecipeConfig) -> Settings:
         return settings
     # One value, also if it is empty, so that a pattern that is added or removed counts as a change.
     settings = {key: value for key, value in settings.items() if not key.startswith("optimizer.lr_ratios.")}
-    return {**settings, "optimizer.lr_ratios": redact_values(optimizer.lr_ratios)}
+    own = {} if optimizer.content is None else {CONTENT_OF_RULE: f"hash {optimizer.content}"}
+    return {**settings, "optimizer.lr_ratios": redact_values(optimizer.lr_ratios), **own}
 
 
 def facts_that_ranks_share(cfg: RecipeConfig, batches: Batches) -> Settings:

@@ -47,6 +47,14 @@ def partial_rope(fields: ConfigFields, layer: int, is_windowed: bool, **facts: A
     return rope_config(fields, may_be_partial=True, **facts)
 
 
+def root_of_hidden_size(fields: ConfigFields) -> float:
+    return fields.count("hidden_size") ** 0.5
+
+
+def no_rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
+    return None
+
+
 def rope_in_windowed_layers(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
     """Without windows, all layers have rope."""
     return rope_config(fields) if is_windowed or fields.get("sliding_window") is None else None
@@ -106,6 +114,8 @@ class Family:
     reads_layer_types: bool = False
     # Further facts of LayerConfig, by the layers with a window and the layer's number.
     layer_facts: Callable[[ConfigFields, Sequence[bool], int], Mapping[str, Any]] = lambda *_: {}
+    # Fields that change the computation, with the values that the row computes. Other values are refused.
+    only: Mapping[str, Any] = field(default_factory=dict)
     # Rewrites a config.json to the spelling that the row reads.
     preprocessed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     # Mixers by layer type, and the layer type if config.json lists none. "hybrid" is a mixer in parallel to attention.

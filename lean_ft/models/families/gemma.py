@@ -10,6 +10,7 @@ from lean_ft.models.families.family import (
     Family,
     all_but_every_nth_layer,
     number_or_null,
+    root_of_hidden_size,
     rope_by_window,
 )
 from lean_ft.system.config_fields import ConfigFields
@@ -34,7 +35,7 @@ def _gemma2(fields: ConfigFields) -> Gemma2:
 # fmt: off
 GEMMA_FACTS = {
     **ATTENTION_BIAS, "norm_weight_offset": 1.0,
-    "embedding_multiplier": lambda fields: fields.count("hidden_size") ** 0.5,
+    "embedding_multiplier": root_of_hidden_size,
     "embedding_multiplier_in_weight_dtype": True,
 }
 _GEMMA_2_FACTS = {  # and 3's

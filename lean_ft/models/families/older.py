@@ -8,6 +8,7 @@ from lean_ft.models.families.family import (
     Family,
     every_layer,
     flag,
+    no_rope,
     partial_rope,
 )
 from lean_ft.models.rope import RopeConfig
@@ -34,10 +35,6 @@ def _head_bias(fields: ConfigFields) -> bool:
 
 def _placement(fields: ConfigFields) -> str:
     return "parallel_normed" if fields.flag("use_parallel_residual") else "pre"
-
-
-def _no_rope(fields: ConfigFields, layer: int, is_windowed: bool) -> RopeConfig | None:
-    return None
 
 
 def _gpt2_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,12 +152,12 @@ OLDER: dict[str, Family] = {
         },
     ),
     "gpt2": Family(
-        **_GPT, scores_as="GPT2", rope=_no_rope, preprocessed=_gpt2_config,
+        **_GPT, scores_as="GPT2", rope=no_rope, preprocessed=_gpt2_config,
         facts={**_LAYER_NORM, **_EVERY_BIAS, "fused_qkv": True, "position_row": 0, "attention_scale": _gpt2_scale},
         on_disk=_GPT_ON_DISK, transposed=("self_attn.", "mlp."), defaults=_GPT_DEFAULTS,
     ),
     "gpt_bigcode": Family(
-        **_GPT, scores_as="GPTBigCode", rope=_no_rope, preprocessed=_bigcode_config, on_disk=_GPT_ON_DISK,
+        **_GPT, scores_as="GPTBigCode", rope=no_rope, preprocessed=_bigcode_config, on_disk=_GPT_ON_DISK,
         facts={
             **_LAYER_NORM, **_EVERY_BIAS, "fused_qkv": True,
             "qkv_by_head": lambda fields: not fields.flag("multi_query"),
@@ -178,7 +175,7 @@ OLDER: dict[str, Family] = {
         defaults={**_GPT_DEFAULTS, "tie_word_embeddings": False, "max_position_embeddings": 2048, "rotary_dim": 64},
     ),
     "opt": Family(
-        scores_as="OPT", rope=_no_rope, norm_eps_field="layer_norm_eps", activation_field="activation_function",
+        scores_as="OPT", rope=no_rope, norm_eps_field="layer_norm_eps", activation_field="activation_function",
         activations=UNGATED_ACTIVATION_NAMES,
         preprocessed=spelled(
             {"ffn_dim": "intermediate_size", "init_std": "initializer_range"},
