@@ -217,7 +217,7 @@ def how_to_rename(fields: Iterable[str], names: Sequence[str]) -> str:
     for field in (field for field in fields if field not in names):
         if meant := nearest(field, absent, least=0.8):
             setting = quote(f"data.columns.{meant}={field}")
-            return f"Did you mean '{meant}' by `{field}`? Rename the field, or set {setting}."
+            return f"Did you mean '{meant}' by `{field}`? Rename the field, or if all rows have it, set {setting}."
     return f"If a column has another name, set data.columns, such as data.columns.{(absent or names)[0]}=NAME."
 
 
