@@ -47,7 +47,7 @@ def load_config(
     Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. Missing keys
     of a group come from its default instance. A list needs no brackets (`freeze=mlp`, `lora.targets=q_proj,v_proj`),
     so that a shell takes it unquoted; its items may be quoted. An item of a list in an override may begin with `*` and
-    contain paired brackets: `lora.targets=[model.layers.[0-3].*]`.
+    contain paired brackets: `lora.targets=model.layers.[0-3].*`.
     Messages name `given_by` as the location of an override; "" omits the location.
 
     Raise ValueError with all problems in one message: unknown keys with the nearest valid key, values of the wrong type
