@@ -8,6 +8,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,7 +37,8 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
     work too (`**{"model.path": "tiny"}`). The preset may name the recipe. `data.source` and `data.validation_source`
     may be rows in memory: a list of dicts, a generator, a datasets.Dataset or a pandas.DataFrame. A dict with `path` is
     a source, not a row. A setting of the form FILE.py:FUNCTION may be the function itself, an object with `__call__`,
-    or its class; `environment` may be a class or a function that makes environments. In a notebook, a bar and a curve
+    or its class; `environment` may be a class or a function that makes environments, or an environment, which is copied
+    for each completion. In a notebook, a bar and a curve
     show the progress.
 
     Raises ValueError for an invalid setting, and the errors of the recipe. A run stopped by a signal saves its state
@@ -154,13 +156,30 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, Mapping) and value:
             yield from _overrides(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}={to_yaml(json.loads(json.dumps(value, default=_plain)), flow=True)}"
+            value = json.loads(json.dumps(value, default=partial(_plain, prefix + name)))
+            # Quoted, so that a text with a comma is no list.
+            text = json.dumps(value) if isinstance(value, str) and "," in value else to_yaml(value, flow=True)
+            yield f"{prefix}{name}={text}"
 
 
-def _plain(value: Any) -> Any:
-    """Return a number or array of numpy or torch as Python's, a function as the text that stands for it, others as
-    text."""
-    return value.tolist() if hasattr(value, "tolist") else str(as_setting(value))
+def _plain(key: str, value: Any) -> Any:
+    """Return a number or array of numpy or torch as Python's, a function as the text that stands for it, a model of
+    pydantic as a dict, others as text. Raises ValueError for an object that has no text."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    try:
+        value = as_setting(value)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    if type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__:
+        name = type(value).__name__
+        raise ValueError(
+            f"{key}: found an object of {name}, which is no value of a setting. Expected text, a number, "
+            "a list, a dict, a function, or an object that can be called."
+        )
+    return str(value)
 
 
 def _rows(value: Any, key: str) -> Iterable[Any] | None:

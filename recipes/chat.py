@@ -2,7 +2,7 @@
 
 leanft chat runs/tiny
 leanft chat runs/tiny_lora system="Answer in one word." temperature=0.7
-leanft chat my-model tools=[my_tools.py:search]  # runs the functions that the model calls
+leanft chat my-model tools=my_tools.py:search  # runs the functions that the model calls
 leanft chat runs/tiny < questions.txt       # one question per line; only answers are printed
 
 Press Ctrl-C to stop an answer. /help lists the commands.

@@ -1,8 +1,8 @@
 """Evaluate a model on tasks of lm-evaluation-harness (extra `eval`), or by exact match on the questions of a file.
 
 leanft evaluate runs/tiny data.source=tiny/validation.jsonl
-leanft evaluate runs/tiny tasks=[arc_easy,gsm8k] limit=100
-leanft evaluate runs/tiny_lora tasks=[my_task.yaml]       # your own task file; needs no network
+leanft evaluate runs/tiny tasks=arc_easy,gsm8k limit=100
+leanft evaluate runs/tiny_lora tasks=my_task.yaml       # your own task file; needs no network
 
 Results are added to evaluation.json in the run directory, or to the file `output`.
 """
@@ -58,7 +58,7 @@ class Config(Settings):
 
 def main(cfg: Config) -> dict[str, Any]:
     if not cfg.tasks and cfg.data is None:
-        raise ValueError("nothing to evaluate: set tasks=[...], data.source=FILE, or both.")
+        raise ValueError("nothing to evaluate: set tasks=..., data.source=FILE, or both.")
     if cfg.tasks:
         find_tasks(cfg.tasks)  # fails before the model is loaded
     asked = cfg.model.for_texts() if cfg.data is None else cfg.model

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lean_ft.data.documents import FEW_ROWS
 from lean_ft.notebook import _overrides
 from lean_ft.plan.beforehand import _rehearse_apart
 from lean_ft.plan.devices import choose_device
-from lean_ft.settings import DataSource, LoRAConfig
+from lean_ft.settings import DataSource, LoRAConfig, Reward
 from lean_ft.settings.text import load_config
 from lean_ft.system.user_functions import PASSED, as_setting
 from lean_ft.training.bad_steps import TrainingFailed
@@ -106,6 +107,7 @@ def test_rows_of_pandas_and_datasets_are_the_same_file() -> None:
         ({"model": {"path": "é 🙂 '"}, "lora": None}, {"model.path": "é 🙂 '", "lora": None}),
         ({"data": {"source": [Path("a b"), "x y\"'\\"]}}, {"data.source": ["a b", "x y\"'\\"]}),
         ({"lora": {}}, {"lora": LoRAConfig()}),
+        ({"freeze": "a,b", "data": {"source": "a, b"}}, {"freeze": ["a,b"], "data.source": "a, b"}),
         ({"optimizer.lr": numpy.float32(0.5), "seed": numpy.int64(3)}, {"optimizer.lr": 0.5, "seed": 3}),
     ],
     ids=str,
@@ -123,6 +125,7 @@ def test_settings_arrive_as_they_were_given(settings: dict, expected: dict) -> N
         ({"data.source": [{"text": float("nan")}]}, "data.source: a row holds what JSON cannot"),
         ({"data": {"source": []}}, "data.source is an empty list"),
         ({"data": {"source": [{"path": "x", "wieght": 2}]}}, "data.source: expected text or list"),
+        ({"model": {"path": "tiny", "dtype": object()}}, "model.dtype: found an object of object, which is no value"),
         ({"batch_size": "3"}, "batch_size: expected whole number > 0, found '3'"),
     ],
 )
@@ -171,6 +174,38 @@ def test_rewards_are_functions_classes_and_objects(tmp_path: Path) -> None:
         run_tiny("grpo", tmp_path / "b", config=tmp_path / "a" / "config.yaml")
     with pytest.raises(ValueError, match="max_steps: expected whole number"):
         run_tiny("grpo", tmp_path / "b", rewards=Brief, max_steps=len, **GRPO)
+
+
+class Doubled:
+    """An environment that pays twice what it was made for, and counts its objects."""
+
+    made = 0
+
+    def __init__(self, pays: float = 1.0) -> None:
+        self.pays, self.turns = pays, 0
+        Doubled.made += 1
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.turns += 1
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 2 * self.pays / self.turns, True
+
+
+@pytest.mark.long
+def test_environments_are_classes_factories_and_objects(tmp_path: Path) -> None:
+    settings = {**GRPO, "generation": {"num_answers": 2, "max_new_tokens": 4, "stop": ["."], "temperature": 0.01}}
+    original, rewards = Doubled(), [Reward(function="environment")]
+    for number, environment in enumerate([Doubled, lambda: Doubled(2.0), partial(Doubled, pays=3.0), original]):
+        Doubled.made = 0
+        line = run_tiny(
+            "grpo", tmp_path / f"{number}", environment=environment, rewards=rewards, max_steps=1, **settings
+        )[0]
+        assert Doubled.made == (0 if environment is original else 4)
+        assert line["reward"] == [2.0, 4.0, 6.0, 2.0][number], "each completion has its own object"
+        config = (tmp_path / f"{number}" / "config.yaml").read_text()
+        assert f"environment: functions/{'lambda' if number == 1 else 'Doubled'}-" in config
+    assert original.turns == 0
 
 
 @pytest.mark.long

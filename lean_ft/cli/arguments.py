@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import BaseModel
 
+from lean_ft.cli.output import print_note
 from lean_ft.hub.paths import free_directory
 from lean_ft.settings import ParallelConfig, RecipeConfig
 from lean_ft.settings.base import spelled_out
@@ -139,10 +140,9 @@ def _with_enough_batches(cfg: RecipeConfig, processes: int) -> RecipeConfig:
         if number_set < least
         else "a round has whole groups of completions"
     )
-    typer.echo(
-        f"note: gradient_accumulation_steps={number} instead of {number_set}, so that {reason}. To choose another "
-        "number, set gradient_accumulation_steps; it counts the batches of all processes.",
-        err=True,
+    print_note(
+        f"gradient_accumulation_steps={number} instead of {number_set}, so that {reason}. To choose another "
+        "number, set gradient_accumulation_steps; it counts the batches of all processes."
     )
     return cfg.model_copy(update={"gradient_accumulation_steps": number})
 
@@ -165,7 +165,7 @@ def _without_unfitting(preset: dict[str, str], overrides: list[str]) -> list[str
         off = {key: value for key, value in settings.items() if preset.get(key, value) != value and key not in values}
         if next(iter(settings)) in off:
             ignored = " and ".join(f"{key}={preset[key]}" for key in off)
-            typer.echo(f"note: ignoring {ignored} of the preset, because {reason}", err=True)
+            print_note(f"ignoring {ignored} of the preset, because {reason}")
             more.extend(f"{key}={value}" for key, value in off.items())
 
     if "data.source" in values:

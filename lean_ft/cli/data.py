@@ -16,7 +16,7 @@ from rich.style import Style
 from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, load_run
-from lean_ft.cli.output import print_table, progress, stdout
+from lean_ft.cli.output import print_note, print_table, progress, stdout
 from lean_ft.settings import (
     DataConfig,
     OnlineConfig,
@@ -218,10 +218,9 @@ def _with_tools(cfg: Any, tokenizer: "Tokenizer") -> Any:
 
     schemas = Episodes(cfg, tokenizer).schemas()
     if cfg.environment is not None:
-        typer.echo(
-            f"note: environment={cfg.environment} is not reset here, so the text that reset adds to a prompt is not "
-            "shown or counted",
-            err=True,
+        print_note(
+            f"environment={cfg.environment} is not reset here, so the text that reset adds to a prompt is not shown "
+            "or counted"
         )
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"tools": schemas})})
 
@@ -255,16 +254,15 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     objective = next((candidate for candidate in objectives() if candidate.is_of_file(names, data.format)), None)
     recipe = "finetune" if objective is None else objective.recipe
     defaults = ["model.path=tiny", *([] if objective is None else objective.settings_of_file(names))]
-    note = (
-        f"note: shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE "
+    print_note(
+        f"shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE "
         f"{quote(f'data.source={file}')}"
     )
     if not any(word.startswith("model.path") for word in overrides):
-        note += (
-            "\nnote: tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many "
+        print_note(
+            "tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many "
             "tokens as a large model. To see those of your model, add model.path=MODEL"
         )
-    typer.echo(note, err=True)
     return recipe, [*defaults, *settings]
 
 

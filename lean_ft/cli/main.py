@@ -126,7 +126,8 @@ def _as_meant(arguments: list[str]) -> list[str]:
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
     verbs = {verb.__name__.rpartition(".")[2].replace("_", "-") for verb in VERBS} | {"data"}
-    first = next((place for place, word in enumerate(arguments) if word in verbs | _recipe_names()), 0)
+    flags = next((place for place, word in enumerate(arguments) if word != "--debug"), 0)
+    first = next((place for place, word in enumerate(arguments) if word in verbs | _recipe_names()), flags)
     if first and arguments[0].startswith("-"):
         arguments = [arguments[first], *arguments[:first], *arguments[first + 1 :]]
     return ["run", *arguments] if {*arguments[:1]} & (_recipe_names() - verbs) else arguments

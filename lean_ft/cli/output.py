@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, on_one_line, printable
+from lean_ft.system.log import wrapped
+from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, escaped, on_one_line, printable
 
 _PIPE_WIDTH = 100_000  # columns; lines are not wrapped, so that `grep` and `cut` see whole lines
 
@@ -73,11 +74,16 @@ def print_error(message: str, traceback_of: BaseException | None = None) -> None
     """Print `error: message` to stderr, after the traceback if there is one to print."""
     if traceback_of is not None:
         print_traceback(traceback_of)
-    console = _console(sys.stderr)
-    console.print(
-        Text("error: ", style="bold red") + Text(printable(message, MAX_MESSAGE_CHARACTERS), style="default"),
-        soft_wrap=True,
-    )
+    console, message = _console(sys.stderr), f"error: {printable(message, MAX_MESSAGE_CHARACTERS)}"
+    message = wrapped(message, console.width) if sys.stderr.isatty() else message
+    label = Text("error: ", style="bold red")
+    console.print(label + Text(message.removeprefix("error: "), style="default"), soft_wrap=True)
+
+
+def print_note(text: str) -> None:
+    """Print `note: text` to stderr."""
+    note = f"note: {escaped(text)}"
+    print(wrapped(note, _console(sys.stderr).width) if sys.stderr.isatty() else note, file=sys.stderr, flush=True)
 
 
 def print_traceback(error: BaseException) -> None:

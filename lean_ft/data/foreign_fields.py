@@ -15,7 +15,7 @@ from lean_ft.data.media import MEDIA_FIELDS, refuse_key, refuse_part_key
 from lean_ft.tokenizers.chat_template import REASONING
 
 _NO_WEIGHTS = (
-    "rows have no weights. Put rows of one weight into one file, and set data.source=[{path: FILE, weight: W}, ...]"
+    "rows have no weights. Put rows of one weight into one file, and set 'data.source=[{path: FILE, weight: W}, ...]'"
 )
 _PARTS = "parts of a message cannot be selected. Remove the key; `train: false` and `weight: 0` exclude a whole message"
 REFUSED: dict[str, str] = MEDIA_FIELDS | dict.fromkeys(

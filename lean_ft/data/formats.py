@@ -217,8 +217,9 @@ def how_to_rename(fields: Iterable[str], names: Sequence[str]) -> str:
     for field in (field for field in fields if field not in names):
         if meant := nearest(field, absent, least=0.8):
             setting = quote(f"data.columns.{meant}={field}")
-            return f"Did you mean '{meant}' by `{field}`? Rename the field, or set {setting}."
-    return f"If a column has another name, set data.columns, such as data.columns.{(absent or names)[0]}=NAME."
+            return f"Did you mean '{meant}' by `{field}`? Rename the field, or if all rows have it, set {setting}."
+    example = "prompt" if "prompt" in names else names[0]
+    return f"If a column has another name, set data.columns, such as data.columns.{example}=COLUMN."
 
 
 def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
@@ -227,7 +228,7 @@ def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
         if ours not in names:
             raise ValueError(
                 f"data.columns.{ours}: no format of this recipe has such a field; the fields are {', '.join(names)}. "
-                f"data.columns.{names[0]}=NAME reads `{names[0]}` from the column NAME.{did_you_mean(ours, names)}"
+                f"data.columns.{names[0]}=COLUMN reads `{names[0]}` from COLUMN.{did_you_mean(ours, names)}"
             )
 
 

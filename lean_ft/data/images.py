@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -376,7 +377,7 @@ class ImageKind(Kind):
         if unseen:
             name, number = max(unseen.items(), key=lambda item: item[1])
             reason = f"while the field `{name}` of {counted(number, 'rows')} looks like paths of images"
-            remedy = f"data.columns.images={name} to read it, or "
+            remedy = f"{quote(f'data.columns.images={name}')} to read it, or "
         else:
             remedy = "data.columns.images=FIELD to read the images of a field, or "
         raise ValueError(f"no row shows an image, {reason}. Set {remedy}model.images=none to train on the texts alone.")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from shlex import quote
 from typing import Any, NamedTuple
 
 # Words of names, and suffixes of files, by medium.
@@ -111,7 +112,8 @@ def refuse_media(fields: Mapping[str, Any], *, of_prompt: bool, shown: Collectio
             raise ValueError(f"the row has the field `{name}`, which looks like {medium.kind}, and {NOT_READ}.")
         if medium.kind == "image" and medium.kind not in shown:
             reason = _IMAGE if medium.kind in read else "model.images=none ignores images"
-            remedy = f"Set {'' if medium.kind in read else 'model.images=frozen and '}data.columns.images={name}"
+            setting = quote(f"data.columns.images={name}")
+            remedy = f"Set {'' if medium.kind in read else 'model.images=frozen and '}{setting}"
             raise ValueError(
                 f"the row has the field `{name}`, which looks like an image, and {reason}. {remedy}, or remove or "
                 "rename the field."

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self
 
 from lean_ft.data.arrow_rows import dataset_files, is_parquet, read_dataset, read_parquet_file
@@ -148,6 +149,9 @@ def source_files(source: str) -> list[Path] | None:
     beside = {child.stem: child for child in path.parent.iterdir() if child.is_file()} if path.parent.is_dir() else {}
     close = nearest(path.stem, beside)  # without the endings, which most files share
     hint = f" Did you mean '{beside[close]}'?" if close else ""
+    if "," in source:
+        listed = quote(f"[{source}]")
+        hint = f" A text with a comma is one path. A list of files has brackets, and quotes for the shell: {listed}."
     raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.{hint}")
 
 

@@ -42,7 +42,7 @@ from lean_ft.system.user_code import (
     cut,
     finite_number,
 )
-from lean_ft.system.user_functions import load_function
+from lean_ft.system.user_functions import load_factory
 from lean_ft.training.bad_steps import TrainingFailed
 
 NO_TOOLS = ("reset", "get_reward", "state_dict", "load_state_dict", "close", "render", "seed")
@@ -67,7 +67,7 @@ class Environment:
     def __init__(self, name: str, settings: ToolsConfig) -> None:
         """settings: for the limits. Raises ValueError if it cannot be loaded, or its objects lack `reset`, or `step`
         and methods."""
-        self.name, self._make, self._settings = name, load_function(name), settings
+        self.name, self._make, self._settings = name, load_factory(name), settings
         self.objects: list[Any] = []  # None: to be made
         self._threads: list[CallThread] = []  # of the objects
         self._reported = set[str]()

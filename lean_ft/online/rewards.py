@@ -108,8 +108,8 @@ def rewards_of(settings: Sequence[Reward | str | Function]) -> list[Reward]:
     """Each of the settings as a `Reward`. Raises ValueError if there are none."""
     if not settings:
         raise ValueError(
-            "rewards is empty. Set your own function (rewards=[my_rewards.py:right]), a built-in one "
-            "(rewards=[exact_answer]) or the folder of a reward model."
+            "rewards is empty. Set your own function (rewards=my_rewards.py:right), a built-in one "
+            "(rewards=exact_answer) or the folder of a reward model."
         )
     found = []
     for one in settings:
@@ -328,8 +328,8 @@ def _load(reward: Reward, load: Callable[[str], Any] = load_function) -> Functio
         built_in, pattern = BUILT_IN[reward.function], reward.pattern
         if reward.function == "format" and pattern is None:
             raise ValueError(
-                "the reward `format` needs `pattern`, a regular expression. Set it: rewards=[{function: format, "
-                "pattern: ...}]."
+                "the reward `format` needs `pattern`, a regular expression. Set it: 'rewards={function: format, "
+                "pattern: ...}'."
             )
         return partial(built_in, pattern)
     if reward.pattern is not None:

@@ -68,7 +68,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
         raise ValueError("the model already has an adapter; load it again to add another one.")
     if not cfg.targets and not model.source.new_ids:
         none = "lora.targets=[] trains only the rows of model.new_tokens, and there are none"
-        raise ValueError(f"{none}. Set model.new_tokens, or lora.targets=[all-linear].")
+        raise ValueError(f"{none}. Set model.new_tokens, or lora.targets=all-linear.")
     weight = model.output_weight
     if cfg.dtype == "model" and weight.dtype == torch.float16:
         raise ValueError("lora.dtype=model would train in float16, where small updates vanish. Set lora.dtype=float32.")

@@ -125,7 +125,7 @@ class Reward(Settings):
 
 
 class ToolsConfig(Settings):
-    """Tools that the model may call while it samples a completion. `tools=[my_tools.py:search]` sets `functions`."""
+    """Tools that the model may call while it samples a completion. `tools=my_tools.py:search` sets `functions`."""
 
     model_config = ConfigDict(json_schema_extra={"list_of": "functions"})
 

@@ -391,7 +391,7 @@ CONFLICTS = [
             recipe.environment is None
             and "environment" in [getattr(reward, "function", reward) for reward in recipe.rewards]
         ),
-        "rewards=[environment] is the reward of an environment, and there is none. Set environment, or remove it from "
+        "rewards=environment is the reward of an environment, and there is none. Set environment, or remove it from "
         "rewards.",
     ),
     Conflict(

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Collection
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -93,8 +94,11 @@ def assigned(settings: Settings, value: str, is_whole: bool = False) -> str:
 def shell_word(key: str, value: str, takes_list: bool = False) -> str:
     """Return `key=value` as a word that all shells take. A list of plain items for a setting that `takes_list` needs no
     brackets and then no quotes."""
-    if takes_list and re.fullmatch(r"\[[^\s,\[\]{}'\"]+(, ?[^\s,\[\]{}'\"]+)*\]", value):
-        value = value[1:-1].replace(", ", ",")
+    if takes_list and value.endswith("]"):
+        with suppress(ValueError):  # a value of the user, which may be invalid YAML
+            items, _ = parse_yaml(value)
+            if items and all(isinstance(item, str) and re.fullmatch(r"[^\s,\[\]{}'\"]+", item) for item in items):
+                value = ",".join(items)
     return shlex.quote(f"{key}={value}")
 
 

@@ -47,7 +47,8 @@ def load_config(
     Keys are dotted (`optimizer.lr=1e-5`, `data.columns.prompt=question`). The last value for a key wins. Missing keys
     of a group come from its default instance. A list needs no brackets (`freeze=mlp`, `lora.targets=q_proj,v_proj`),
     so that a shell takes it unquoted; its items may be quoted. An item of a list in an override may begin with `*` and
-    contain paired brackets: `lora.targets=[model.layers.[0-3].*]`. Messages name `given_by` as the location of an override; "" omits the location.
+    contain paired brackets: `lora.targets=model.layers.[0-3].*`.
+    Messages name `given_by` as the location of an override; "" omits the location.
 
     Raise ValueError with all problems in one message: unknown keys with the nearest valid key, values of the wrong type
     with the expected type, and missing required settings. Raise OSError if the preset cannot be opened.
@@ -175,6 +176,11 @@ class _Reader:
                 before, _ = self.given.get(owner, (setting.default, ""))
                 value = _read(_override_value(key, text, entry_schema(mapping)), entry_schema(mapping))
                 self._give(owner, {**(before if isinstance(before, dict) else {}), entry: value}, self.given_by)
+            elif (part := self._part_of_item(owner, entry)) is not None:
+                before, _ = self.given.get(owner, ([], ""))
+                item = before[0] if isinstance(before, list) and len(before) == 1 else {}
+                value = _read(_override_value(key, text, part), part)
+                self._give(owner, [{**(item if isinstance(item, dict) else {}), entry: value}], self.given_by)
             else:
                 value = (
                     _override_value(key, text, self._schema(setting, text)) if setting and not entry else Plain(text)
@@ -182,6 +188,12 @@ class _Reader:
                 self._take(key, value, lambda _: self.given_by)
         except ValueError as error:  # invalid YAML
             self.problems.append(f"{_at(override, self.given_by)}: {error}")
+
+    def _part_of_item(self, owner: str, entry: str) -> Schema | None:
+        """Return the schema of `rewards.weight`: a part of the one item of a list."""
+        setting = self.settings.get(owner)
+        items = _items_of_list(setting.schema) if setting and not setting.group else None
+        return ((alternative(items, "object") or {}).get("properties") or {}).get(entry) if items else None
 
     def _schema(self, setting: Setting, text: str) -> Schema:
         """Return the schema that a text is read by: of a list, also where the list stands for its group."""

@@ -1,5 +1,6 @@
 """The log of a run: lines that begin with a label."""
 
+import re
 import sys
 import threading
 import time
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from lean_ft.system.redaction import escaped, printable
@@ -57,9 +59,38 @@ def slow_calls_reported(what: str) -> Iterator[list[float]]:
         done.set()
 
 
+LABEL_COLUMNS = 12
+_WHOLE = re.compile(r"`[^`\n]+`|^(?:leanft|python) .*", re.MULTILINE)  # commands, and other text in backticks
+_SPACE = "\ue000"  # a private character, in place of a space at which no line is broken
+
+
 def say(label: str, text: str) -> None:
-    """Print a label and a text, above the progress bar if there is one."""
-    console.print(printable(f"{label:<12}{text}"))
+    """Print a label and a text, above the progress bar if there is one. A terminal gets lines of its width, broken at
+    words, and everything else the whole line."""
+    text = printable(text)
+    if console.file.isatty() and not in_notebook():
+        text = wrapped(text, console.width, LABEL_COLUMNS)
+    console.print(f"{printable(label):<{LABEL_COLUMNS}}{text}")
+
+
+def wrapped(text: str, columns: int, indent: int = 0) -> str:
+    """Return the text with its lines broken at words, for a terminal of so many columns. The first line begins behind
+    `indent` columns, and the others with as many spaces. An item of a list that begins with a dash is indented by it.
+
+    Commands are not broken, so that they can be copied. The terminal breaks those that are too long.
+    """
+    text, lines = _WHOLE.sub(lambda whole: whole[0].replace(" ", _SPACE), text), list[str]()
+    for line in text.split("\n"):
+        content = line.lstrip(" ")
+        broken, margin = "", " " * (len(line) - len(content) + indent)
+        more = margin + ("  " if content.startswith("- ") else "")
+        for word in re.findall(" *[^ ]+", content):
+            if broken and cell_len(margin + broken + word) > columns:
+                lines.append(margin + broken)
+                margin, word, broken = more, word.lstrip(" "), ""
+            broken += word
+        lines.append(margin + broken)
+    return "\n".join(lines).replace(_SPACE, " ")[indent:]
 
 
 def show(text: str, end: str = "\n") -> None:

@@ -4,6 +4,7 @@ A function that is passed from Python becomes such a text too, `functions/NAME-H
 in files and in other processes. The run directory gets its source, and this process keeps the function.
 """
 
+import copy
 import inspect
 import json
 import os
@@ -57,6 +58,22 @@ OWN_FAMILIES: dict[str, OwnRow] = {}
 _HASH = re.compile(r"(?<=functions/)(\w+)-[0-9a-f]{8}(-\d+)?(?=\.py:)")
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Makes deep copies of an object, which itself stays as it is."""
+
+    original: object
+
+    def __call__(self) -> Any:
+        try:
+            return copy.deepcopy(self.original)
+        except Exception as error:
+            raise ValueError(
+                f"{type(self.original).__name__} cannot be copied ({type(error).__name__}: {error}), and each "
+                "completion needs its own. Pass its class, or a function that makes it"
+            ) from error
+
+
 def as_setting(value: object) -> object:
     """Return the text that stands for a function, a callable object or a class in settings. Return other values
     unchanged.
@@ -65,27 +82,40 @@ def as_setting(value: object) -> object:
     cannot be called.
     """
     if isinstance(value, type):
-        name = value.__name__
-        try:
-            value = value()
-        except TypeError as error:
-            raise ValueError(f"{name} is a class that needs arguments ({error}). Pass an object of it.") from None
+        value = _object_of(value)
         if not callable(value):
+            name = type(value).__name__
             raise ValueError(f"{name} is a class whose objects cannot be called. Pass a function, or add __call__.")
-    return as_factory(value) if callable(value) else value
+    return _as_text(value) if callable(value) else value
 
 
 def as_factory(value: object) -> str | None:
-    """Return the text for a class or a function that makes objects in settings. Return text and None unchanged.
-
-    Raises ValueError for an object: each completion needs its own.
-    """
-    if not callable(value):
-        if value is None or isinstance(value, str):
-            return value
+    """Return the text for a class or a function that makes objects in settings, or for an object with `reset`, which is
+    copied for each. Return text and None unchanged. Raises ValueError for other objects."""
+    if value is None or isinstance(value, str):
+        return value
+    if (factory := _factory(value)) is None:
         found_type = type(value).__name__
         raise ValueError(f"expected a class, or a function that makes objects, found a {found_type}. Pass the class.")
-    owner = value
+    return _as_text(factory)
+
+
+def _object_of(made: type) -> Any:
+    try:
+        return made()
+    except TypeError as error:
+        raise ValueError(f"{made.__name__} is a class that needs arguments ({error}). Pass an object of it.") from None
+
+
+def _factory(value: object) -> Callable[..., Any] | None:
+    """Return what makes objects like `value`, or None if it is no environment, no class and no function."""
+    if hasattr(value, "reset") and not isinstance(value, type):
+        return Copies(value)
+    return value if callable(value) else None
+
+
+def _as_text(value: Callable[..., Any]) -> str:
+    owner = value.original if isinstance(value, Copies) else value
     while isinstance(owner, partial):
         owner = owner.func
     owner = inspect.unwrap(getattr(owner, "__func__", owner))
@@ -100,7 +130,13 @@ def as_factory(value: object) -> str | None:
     start = f"functions/{name}-{blake2b((source or '').encode(), digest_size=4).hexdigest()}"
     texts = (f"{start}-{number}.py:{name}" if number > 1 else f"{start}.py:{name}" for number in count(1))
     # Objects of a class and lambdas of a line have the same source.
-    return next(text for text in texts if PASSED.setdefault(text, passed).function is value)
+    return next(text for text in texts if _is_same(PASSED.setdefault(text, passed).function, value))
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, Copies) and isinstance(other, Copies):
+        return one.original is other.original
+    return one is other
 
 
 def without_hashes(value: JSON) -> Any:
@@ -133,7 +169,8 @@ def check_function(value: str, sort: str = "function") -> str:
 
 
 def load_function(value: str, planned: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return the function FILE.py:FUNCTION. The file runs once per version, and may import modules of its folder.
+    """Return the function FILE.py:FUNCTION, or an object of a class whose objects can be called. The file runs once per
+    version, and may import modules of its folder.
 
     A plan runs no user code: it gets `planned` instead, or None for a function that it never calls. Raises ValueError
     if the file is missing, fails or lacks the function.
@@ -143,20 +180,46 @@ def load_function(value: str, planned: Callable[..., Any] | None = None) -> Call
         check_function(value)
         return planned
 
-    return world().read(lambda: load_code(value), checked)
+    return world().read(lambda: _load(value, _function), checked)
+
+
+def load_factory(value: str) -> Callable[..., Any]:
+    """Return what makes the objects FILE.py:NAME: a class, a function, or copies of an object with `reset`. Raises
+    ValueError as `load_function` does."""
+
+    def checked() -> Any:
+        check_function(value)
+
+    return world().read(lambda: _load(value, _factory), checked)
 
 
 def load_code(value: str) -> Callable[..., Any]:
     """`load_function`, which runs the file in a plan too."""
+    return _load(value, _function)
+
+
+def _load(value: str, read: Callable[[object], Callable[..., Any] | None]) -> Callable[..., Any]:
     if value in PASSED:
         return PASSED[value].function
     file, name = _file_and_name(value)
-    variables = vars(_load(file.resolve(), file.stat().st_mtime_ns))
-    if not callable(variables.get(name)):
+    variables = vars(_module(file.resolve(), file.stat().st_mtime_ns))
+    if name not in variables or (loaded := read(variables[name])) is None:
         raise ValueError(
             _lacks(file, name, [other for other, value in variables.items() if type(value) is type(is_function_path)])
         )
-    return variables[name]
+    return loaded
+
+
+@cache
+def _called(made: type) -> Any:
+    """The object of a user's class. Each function of a file is one object, and so is this."""
+    return _object_of(made)
+
+
+def _function(value: object) -> Callable[..., Any] | None:
+    if isinstance(value, type) and any("__call__" in vars(base) for base in value.__mro__):
+        return _called(value)
+    return value if callable(value) else None
 
 
 def use_family(value: str | None, by_option: bool = False) -> str | None:
@@ -175,7 +238,7 @@ def use_family(value: str | None, by_option: bool = False) -> str | None:
 def load_value(value: str) -> Any:
     """Return the variable FILE.py:NAME, also in a plan. Raises ValueError as `load_function` does."""
     file, name = _file_and_name(value)
-    variables = vars(_load(file.resolve(), file.stat().st_mtime_ns))
+    variables = vars(_module(file.resolve(), file.stat().st_mtime_ns))
     if name not in variables:  # deleted by the file itself, or not part of its `import *`
         raise ValueError(_lacks(file, name, [], "row"))
     return variables[name]
@@ -253,7 +316,7 @@ def _lacks(file: Path, name: str, functions: list[str], sort: str = "function") 
 
 
 @cache
-def _load(file: Path, _version: int) -> ModuleType:
+def _module(file: Path, _version: int) -> ModuleType:
     if (folder := str(file.parent)) not in sys.path and file.parent != _BUILT_IN:
         sys.path.append(folder)  # last, so that its modules hide no library
     current = os.getcwd()

@@ -1,4 +1,4 @@
-"""A tool that ships with lean_ft: `tools=[calculator]`. Processes of tools load it without torch."""
+"""A tool that ships with lean_ft: `tools=calculator`. Processes of tools load it without torch."""
 
 import ast
 import operator

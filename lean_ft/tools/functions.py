@@ -68,7 +68,7 @@ class Tools:
         if self._settings.process and text in PASSED:
             raise ValueError(
                 f"tools.process=true needs functions in files, and {name} was passed from Python. Name its file: "
-                f"tools.functions=[my_tools.py:{name}]."
+                f"tools=my_tools.py:{name}."
             )
         self._functions[name] = text, function
         self.schemas.append(schema)

@@ -29,11 +29,19 @@ def test_help_names_every_verb_and_each_has_help(leanft):
         ["toy_single_device", "batch_size=3", "m"],
         ["toy_single_device", "model.path", "=", "m", "batch_size=", "3"],
         ["run", "toy_single_device", "--config", "tiny/toy", "batch_size", "=3", "m"],
+        ["--debug", "run", "toy_single_device", "m", "batch_size=3"],
+        ["--debug", "--config", "tiny/toy", "toy_single_device", "m", "batch_size=3"],
     ],
 )
 def test_a_recipe_that_asks_a_model_takes_it_first_and_its_name_is_a_command(leanft, shipped, arguments):
     answer = leanft(*arguments)
     assert (answer.code, answer.out) == (0, "ran with m 3\n")
+
+
+def test_debug_before_the_verb_prints_the_traceback(leanft, shipped):
+    for words in (["cat", "none"], ["nothing"]):
+        assert "Traceback" in leanft("--debug", *words).err
+        assert leanft("--debug", *words).err.endswith(leanft(*words).err)
 
 
 def test_help_of_a_recipe_lists_its_settings(leanft, shipped):

@@ -272,7 +272,10 @@ def test_detection(fields: dict[str, Any], name: str):
     ("fields", "settings", "message"),
     [
         ({"question": "q"}, {},
-            r"line 1: cannot detect the format from the fields question.*data\.columns\.prompt=question"),
+            r"line 1: cannot detect the format from the fields question.*data\.columns\.prompt=COLUMN"),
+        ({"mesages": []}, {}, "mean 'messages' by `mesages`.*if all rows have it, set data.columns.messages=mesages"),
+        ({"Prompt text": "q", "prompts": "a"}, {}, "mean 'prompt' by `prompts`"),
+        ({"complition": "a", "prompt": "q"}, {}, "mean 'completion' by `complition`"),
         ({}, {}, "from the fields no fields"),
         ({"text": "x"}, {"columns": {"promt": "x"}},
             "data.columns.promt: no format of this recipe has such a field.*mean 'prompt'"),

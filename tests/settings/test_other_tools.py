@@ -4,7 +4,9 @@ it."""
 import dataclasses
 import importlib.metadata
 import inspect
+import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lean_ft.settings.hints import replacement
+from lean_ft.cli.main import VERBS
+from lean_ft.settings.hints import hint_for_command, replacement
 from lean_ft.settings.other_tools import (
     RECIPE,
     VALUE,
@@ -169,8 +172,8 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "data.path=x": "Did you mean 'data.source'?",
         "tokenizer.path=x": "Not needed: the tokenizer is in the model's folder.",
         "model=x": "Did you mean 'model.path=x'?",
-        "report_to=wandb": "Did you mean 'log.to=[wandb]'?",
-        "report_to=none": "Did you mean 'log.to=[jsonl]'?",
+        "report_to=wandb": "Did you mean 'log.to=wandb'?",
+        "report_to=none": "Did you mean 'log.to=jsonl'?",
         "attn_implementation=flash_attention_2": "Not needed: attention always runs in the fastest kernel",
         "use_flash_attention_2=true": "Not needed: attention",
         "grad_accum=4": "Did you mean 'gradient_accumulation_steps'? lean_ft counts the micro-batches of all processes.",  # noqa: E501
@@ -185,6 +188,9 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "training.max_seq_length=1": "Did you mean 'data.max_length'?",
         "rl=dpo": "Use the recipe dpo.",
         "rl=ipo": "Use the recipe dpo with loss.name=ipo.",
+        "train_on_responses_only=true": "Did you mean 'data.train_on=assistant'?",
+        "model_revision=x": "Not supported: write model.path=org/name@revision.",
+        "lora_target=q_proj, v_proj": "Did you mean 'lora.targets=q_proj,v_proj'?",
         "teacher_model=x": "The recipe distill has distill.teacher.",
         "kd_ratio=0.3": "The recipe distill has distill.cross_entropy_weight=0.7.",
         "loss.beta=0.1": "The recipe dpo has loss.beta.",
@@ -197,7 +203,7 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "model.dtype=auto": "Did you mean 'model.dtype=bfloat16'?",
         "clip_grad_norm=None": "Did you mean 'clip_grad_norm=null'?",
         "max_steps=-1": "Did you mean 'max_steps=null'?",
-        "log.to=none": "Did you mean 'log.to=[jsonl]'?",
+        "log.to=none": "Did you mean 'log.to=jsonl'?",
         "compile=1": "Did you mean 'compile=true'?",
         "optimizer.lr='1e-4'": "Write the number without quotes: 1e-4",
         "optimizer.name=adamw_torch": "Did you mean 'optimizer.name=adamw'?",
@@ -222,7 +228,9 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "beta=0.1": "Did you mean 'loss.kl_weight'?",
         "cliprange=0.2": "Did you mean 'loss.epsilon'?",
         "temperature=0.7": "Did you mean 'generation.temperature'?",
-        "reward_funcs=f.py:g": "Did you mean 'rewards=[f.py:g]'?",
+        "reward_funcs=f.py:g": "Did you mean 'rewards=f.py:g'?",
+        "reward_funcs=[environment, f.py:g]": "Did you mean 'rewards=environment,f.py:g'?",
+        "environment_factory=My_env.py:Env": "Did you mean 'environment'? A class or a function that makes",
         "loss.name=sapo": "Not supported: use dapo,",
     },
     "ppo": {
@@ -236,6 +244,21 @@ MEANT = {  # recipe -> what is typed -> what the message says
 @pytest.mark.parametrize(("recipe", "typed"), [(recipe, typed) for recipe, cases in MEANT.items() for typed in cases])
 def test_a_name_or_value_of_another_tool_is_answered(recipe, typed):
     assert MEANT[recipe][typed] in refusal(recipe, typed)
+
+
+def test_commands_of_other_tools_are_answered_with_commands_that_exist():
+    verbs = {verb.__name__.rpartition(".")[2].replace("_", "-") for verb in VERBS}
+    for name, row in table("commands").items():
+        assert name not in verbs | catalog.recipes().keys(), f"{name} is a command"
+        for command in re.findall("`(leanft [^`]+)`", hint_for_command(name).replace("`leanft ls`", "")):
+            _, verb, *words = shlex.split(command)
+            assert verb in verbs | catalog.recipes().keys() | {"data", "--version"}, command
+            settings = [word for word in words if "=" in word and "prompt" not in word]
+            assert not settings or refusal(words[0], *settings) == "", command
+        assert hint_for_command(name) and isinstance(row, str), name
+    assert hint_for_command("Orpo") == " Run `leanft run dpo loss.name=orpo`."
+    assert hint_for_command("resume") == " Not needed: a run resumes if you run the same command again."
+    assert hint_for_command("rnu") == ""
 
 
 def test_resume_has_the_values_of_other_tools():

@@ -20,6 +20,7 @@ from lean_ft.settings import (
     ModelConfig,
     OptimizerConfig,
     RecipeConfig,
+    Reward,
     ScheduleConfig,
     Settings,
     SFTDataConfig,
@@ -123,6 +124,11 @@ def test_defaults_are_those_of_the_settings():
         ("freeze=model.layers.[0-3].*", lambda c: c.freeze, ["model.layers.[0-3].*"]),
         ("freeze='a, b'", lambda c: c.freeze, ["a, b"]),
         ("freeze=007", lambda c: c.freeze, ["007"]),
+        ("freeze=mlp,007,no", lambda c: c.freeze, ["mlp", "007", "no"]),
+        ("freeze=model.layers.[0,1].*,*norm,&a:", lambda c: c.freeze, ["model.layers.[0,1].*", "*norm", "&a:"]),
+        ("freeze='a, b',it's,\"c,d\"", lambda c: c.freeze, ["a, b", "it's", "c,d"]),
+        ("log.to=csv,jsonl", lambda c: c.log.to, ["csv", "jsonl"]),
+        ("optimizer.betas=0.8,0.9", lambda c: c.optimizer.betas, (0.8, 0.9)),
         ("log.to=csv", lambda c: c.log.to, ["csv"]),
         ("model.dtype=bf16", lambda c: c.model.dtype, "bfloat16"),
         ("model.dtype=torch.float32", lambda c: c.model.dtype, "float32"),
@@ -176,6 +182,27 @@ def test_an_empty_preset_changes_nothing_and_a_single_value_is_a_list_of_one(wri
     assert load(preset=write("freeze: mlp\nlog: {to: csv}\n")) == load("freeze=[mlp]", "log.to=[csv]")
 
 
+class Judged(Settings):
+    """A list of mappings or text, as of rewards."""
+
+    rewards: list[Reward | str] = Field(default_factory=list, description="Rewards.")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rewards"),
+    [
+        (["rewards=a,length"], ["a", "length"]),
+        (["rewards={function: length, weight: 2}"], [Reward(function="length", weight=2.0)]),
+        (["rewards={function: format, pattern: 'a{1,2}'},a"], [Reward(function="format", pattern="a{1,2}"), "a"]),
+        (["rewards.function=length", "rewards.weight=2"], [Reward(function="length", weight=2.0)]),
+        (["rewards=[{function: length}]", "rewards.weight=2"], [Reward(function="length", weight=2.0)]),
+    ],
+)
+def test_one_mapping_is_a_list_and_its_parts_are_settings(write, overrides, rewards):
+    assert load_config(Judged, None, overrides).rewards == rewards
+    assert load_config(Judged, write("rewards: {function: length}"), []).rewards == [Reward(function="length")]
+
+
 class Called(RecipeConfig):
     tools: ToolsConfig = ToolsConfig.model_validate({})
 
@@ -185,6 +212,8 @@ def test_a_list_of_tools_stands_for_their_group(write, tmp_path):
     name = f"{tmp_path}/my_tools.py:search"
     expected = ToolsConfig.model_validate({"functions": [name], "seconds": 2.0})
     assert load_config(Called, write(f"tools: [{name}]"), ["tools.seconds=2"]).tools == expected
+    both = ToolsConfig.model_validate({"functions": [name, "calculator"], "seconds": 2.0})
+    assert load_config(Called, None, [f"tools={name},calculator", "tools.seconds=2"]).tools == both
     for text in (name, f"[{name}]", f"{{functions: [{name}]}}"):
         assert load_config(Called, None, [f"tools={text}", "tools.seconds=2"]).tools == expected
     assert ToolsConfig.model_validate([name]).functions == [name]
@@ -274,7 +303,12 @@ def test_a_wrong_value_says_what_was_expected_what_came_and_what_it_means(overri
     ("override", "message"),
     [
         *((text, "expected key=value") for text in ("batch_size", "=3", "--batch_size", "a..b=1", "")),
-        ("freeze=mlp, norm", "freeze=mlp, norm (command line): the commas are unclear. Write several values as 'freeze=[a, b]'"),
+        (
+            "freeze=mlp, norm",
+            "freeze=mlp, norm (command line): a comma without an item on each side, or with a space after it",
+        ),
+        ("freeze=,", "one text with a comma as 'freeze=\",\"'."),
+        ("freeze=[mlp,", "A shell divides words at spaces. Quote the setting, such as 'freeze=[mlp, ...]'."),
         ("optimizer.betas=[0.9", "optimizer.betas=[0.9 (command line): not valid YAML"),
         ("optimizer=adamw", "optimizer (command line): expected its settings one by one, such as optimizer.name,"),
         ("zzzzz=1", "zzzzz (command line): no such setting. `leanft cat RECIPE` lists them."),

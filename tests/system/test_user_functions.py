@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial, wraps
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lean_ft.system.user_functions import (
     check_function,
     file_digest,
     is_function_path,
+    load_factory,
     load_function,
     without_hashes,
 )
@@ -138,6 +140,48 @@ def test_what_makes_objects_stays_as_it_is() -> None:
     assert [as_factory(one) for one in ("a.py:b", None)] == ["a.py:b", None]
     with pytest.raises(ValueError, match="expected a class, or a function that makes objects, found a list"):
         as_factory([])
+
+
+class Game:
+    """An environment that counts in place."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.seen.append(1)
+
+
+def test_an_environment_that_is_an_object_is_copied_for_each_completion() -> None:
+    game = Game()
+    text = as_factory(game)
+    assert text is not None and as_factory(game) == text and as_factory(Game()) != text
+    make = load_factory(check_function(text))
+    first, second = make(), make()
+    first.reset({})
+    assert (first.seen, second.seen, game.seen) == ([1], [], [])
+    assert "def reset" in (PASSED[text].source or "")
+    game.lock = Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="Game cannot be copied .*Pass its class, or a function that makes it"):
+        make()
+
+
+def test_files_may_have_classes_and_objects(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Adds:\n    def __init__(self, n=2): self.n = n\n    def __call__(self, x): return x + self.n\n"
+        "class Needs(Adds):\n    def __init__(self, n): self.n = n\n"
+        "class Game:\n    def reset(self, row): self.row = row\n"
+        "game, needs, number = Game(), Needs(5), 3\n"
+    )
+    mine = f"{tmp_path / 'mine.py'}:"
+    assert [load_function(mine + name)(1) for name in ("Adds", "needs")] == [3, 6]
+    assert load_function(mine + "Adds") is load_function(mine + "Adds"), "an object, as each function is one"
+    with pytest.raises(ValueError, match="Needs is a class that needs arguments .*Pass an object of it"):
+        load_function(mine + "Needs")
+    made = [load_factory(mine + name)() for name in ("Game", "game", "game")]
+    assert [type(one).__name__ for one in made] == ["Game"] * 3 and made[1] is not made[2]
+    with pytest.raises(ValueError, match="has no function number"):
+        load_factory(mine + "number")
 
 
 def test_another_program_has_the_function() -> None:
