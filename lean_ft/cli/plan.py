@@ -119,9 +119,11 @@ def plan(
     sys.stdout.flush()  # the search takes up to minutes
     with progress() as tell:
         found = search(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), rehearsal, machines)
-        adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), machines)
     typer.echo("")
     _print_search(found, rehearsal, budget_bytes, context_bytes)
+    sys.stdout.flush()
+    with progress() as tell:
+        adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), machines)
     _print_adapters(adapters, rehearsal, cfg, is_gpu=context_bytes > 0)
 
 
