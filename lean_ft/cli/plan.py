@@ -1,6 +1,7 @@
 """`leanft plan`: predict the memory of a run, and find settings that fit a budget."""
 
 import math
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
-from lean_ft.settings import ParallelConfig
+from lean_ft.settings import OptimizerConfig, ParallelConfig
 from lean_ft.system.units import counted, duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -95,18 +96,13 @@ def plan(
     if len(devices) > 1:
         _compare(module, cfg, devices, prices, machines, None if budget is None else budget_bytes)
         return
-    started, search_result, adapters = time.perf_counter(), None, {}
+    started = time.perf_counter()
     with progress() as tell:
         tell("simulating a step on shapes")
         try:
             rehearsal = known_or_new(module, cfg, device, machines, needs_timeline=png is not None)
         except NotSimulatedError as error:
             raise ValueError(f"{error}") from error
-        if budget_bytes is not None:
-            peak = f"peak {gibibytes(rehearsal.peak_bytes)} with the given settings; simulating "
-            room_bytes = budget_bytes - context_bytes
-            search_result = search(module, cfg, device, room_bytes, lambda s: tell(peak + s), rehearsal, machines)
-            adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(peak + s), machines)
     _print_rehearsal(rehearsal, device, time.perf_counter() - started)
     _print_time(rehearsal, cfg.max_steps, prices[0])
     if ledger:
@@ -116,10 +112,19 @@ def plan(
 
         draw_timeline(rehearsal, png, f"{cfg.model.path} on {device.name}", budget_bytes)
         typer.echo(f"\ndrawn: {png}")
-    if search_result is not None and budget_bytes is not None:
-        typer.echo("")
-        _print_search(search_result, rehearsal, budget_bytes, context_bytes)
-        _print_adapters(adapters, rehearsal, is_gpu=context_bytes > 0)
+    if budget_bytes is None:
+        return
+    room_bytes = budget_bytes - context_bytes
+    _print_fit(rehearsal, budget_bytes, context_bytes)
+    sys.stdout.flush()  # the search takes up to minutes
+    with progress() as tell:
+        found = search(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), rehearsal, machines)
+    typer.echo("")
+    _print_search(found, rehearsal, budget_bytes, context_bytes)
+    sys.stdout.flush()
+    with progress() as tell:
+        adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), machines)
+    _print_adapters(adapters, rehearsal, cfg, is_gpu=context_bytes > 0)
 
 
 def _prices(text: str | None, num_cards: int) -> list[float | None]:
@@ -271,9 +276,23 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
         console.print("Times are estimates from the speeds of the card and its links. NCCL's buffers are not counted.")
 
 
+def _kept_for_driver(context_bytes: int) -> str:
+    return f" ({gibibytes(context_bytes)} kept for the driver)" if context_bytes > 0 else ""
+
+
+def _print_fit(rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:
+    """Whether the given settings fit, before the search."""
+    left = budget_bytes - context_bytes - rehearsal.reserved_bytes
+    fit = f"fit, with {gibibytes(left)} left" if left >= 0 else f"do not fit: {gibibytes(-left)} too much"
+    stdout().print(
+        f"\nbudget {gibibytes(budget_bytes)}{_kept_for_driver(context_bytes)}: the given settings {fit}. Searching for "
+        "faster settings that fit.",
+    )
+
+
 def _print_search(search: "Search", rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:
     console, is_gpu = stdout(), context_bytes > 0
-    held_back = f" ({gibibytes(context_bytes)} kept for the driver)" if is_gpu else ""
+    held_back = _kept_for_driver(context_bytes)
     if not search.fitting:
         nearest = search.too_large[0]
         console.print(
@@ -283,36 +302,56 @@ def _print_search(search: "Search", rehearsal: "Rehearsal", budget_bytes: int, c
         console.print("Lower data.max_length, or use a smaller model.")
         return
     console.print(f"settings that fit {gibibytes(budget_bytes)}{held_back}, fastest first:")
-    rows = [
-        ("" if i else "  *", *_memory_and_speed(candidate, rehearsal, is_gpu), candidate.command_line or "(as given)")
-        for i, candidate in enumerate(search.fitting[:_SHOWN])
-    ]
-    print_table(("", *_MEMORY_AND_SPEED[is_gpu], "overrides"), rows)
+    _print_candidates(search.fitting[:_SHOWN], rehearsal, is_gpu)
     fastest = search.fitting[0].command_line or "nothing, the given settings are the fastest"
     console.print(f"\nto use the fastest, add: {fastest}", highlight=False)
+    if search.more_rows:
+        console.print("\nwith more rows per step, which fit too and may need another learning rate:")
+        _print_candidates(search.more_rows[:_SHOWN], rehearsal, is_gpu)
     console.print("Speeds are estimates relative to the given settings.")
 
 
-_MEMORY_AND_SPEED = {True: (">peak", ">reserved", ">speed"), False: (">peak", ">speed")}  # by whether it is a GPU
+def _print_candidates(candidates: "list[Candidate]", rehearsal: "Rehearsal", is_gpu: bool) -> None:
+    columns = _columns(candidates, is_gpu)
+    rows = [
+        ("" if i else "  *", *_cells(candidate, rehearsal, columns), candidate.command_line or "(as given)")
+        for i, candidate in enumerate(candidates)
+    ]
+    print_table(("", *columns, "overrides"), rows)
 
 
-def _memory_and_speed(candidate: "Candidate", rehearsal: "Rehearsal", is_gpu: bool) -> tuple[str, ...]:
-    reserved = [gibibytes(candidate.reserved_bytes)] if is_gpu else []
-    speed = f"{candidate.tokens_per_second / rehearsal.tokens_per_second:.2f}x"
-    return gibibytes(candidate.peak_bytes), *reserved, speed
+def _columns(candidates: "list[Candidate]", is_gpu: bool) -> list[str]:
+    pins = any(candidate.rehearsal.pinned_bytes for candidate in candidates)
+    return [">peak", *[">reserved"] * is_gpu, *[">pinned"] * pins, ">speed"]
 
 
-def _print_adapters(adapters: "dict[str, Search]", rehearsal: "Rehearsal", is_gpu: bool) -> None:
+def _cells(candidate: "Candidate", rehearsal: "Rehearsal", columns: list[str]) -> list[str]:
+    """Memory and speed of a candidate. `pinned` is host memory."""
+    cells = {
+        ">peak": gibibytes(candidate.peak_bytes),
+        ">reserved": gibibytes(candidate.reserved_bytes),
+        ">pinned": gibibytes(candidate.rehearsal.pinned_bytes),
+        ">speed": f"{candidate.tokens_per_second / rehearsal.tokens_per_second:.2f}x",
+    }
+    return [cells[column] for column in columns]
+
+
+def _print_adapters(adapters: "dict[str, Search]", rehearsal: "Rehearsal", cfg: "RecipeConfig", is_gpu: bool) -> None:
     if not adapters:
         return
-    rows, refused = [], []
+    best = {command: [*search.fitting, *search.too_large][:1] for command, search in adapters.items()}
+    columns, rows, refused = _columns([one for found in best.values() for one in found], is_gpu), [], []
     for command, search in adapters.items():
         name = "QLoRA" if "nf4" in command else "LoRA"
-        if candidates := [*search.fitting, *search.too_large]:
-            fits, numbers = "yes" if search.fitting else "no", _memory_and_speed(candidates[0], rehearsal, is_gpu)
-            rows.append((name, fits, *numbers, f"{command} {candidates[0].command_line}"))
-        refused += [f"{name} is refused: {reason}" for reason in search.refused.values() if not candidates]
+        for candidate in best[command]:
+            fits, cells = "yes" if search.fitting else "no", _cells(candidate, rehearsal, columns)
+            rows.append((name, fits, *cells, f"{command} {candidate.command_line}"))
+        refused += [f"{name} is refused: {reason}" for reason in search.refused.values() if not best[command]]
     stdout().print("\nwith an adapter instead, whose frozen weights are as they are (LoRA) or in 4 bits (QLoRA):")
-    print_table(("", "fits", *_MEMORY_AND_SPEED[is_gpu], "recipe and overrides"), rows)
-    learning_rate = "An adapter needs a higher optimizer.lr than full fine-tuning, such as 2e-4."
-    stdout().print("\n".join([*refused, learning_rate]), markup=False, highlight=False)
+    print_table(("", "fits", *columns, "recipe and overrides"), rows)
+    optimizer, usual = cfg.needed(OptimizerConfig), cfg.usual_lr.adapter
+    is_set = "lr" in optimizer.model_fields_set
+    rate = f"An adapter trains with optimizer.lr={usual:g}, unless you set another."
+    if is_set and optimizer.peak_lr < usual / 2:
+        rate = f"Set optimizer.lr={usual:g} too, the default for an adapter: {optimizer.peak_lr:g} is set."
+    stdout().print("\n".join([*refused, rate]), markup=False, highlight=False)

@@ -170,8 +170,9 @@ def why_calls_fail(rollouts: Sequence[Rollout]) -> str | None:
         return ""
     answered = [message for episode in episodes for message in episode["messages"] if message["role"] != "assistant"]
     first = answered[0] if answered else {"content": "error: the environment did not return in time"}
-    caller = f"{first['name']}: " if "name" in first else ""
-    return f"all {counted(num_actions, 'tool calls')} of this round failed; the first with {caller}{first['content']}"
+    caller = f"{first['name']}: " if first.get("name") else ""
+    what = counted(num_actions, "tool calls")
+    return f"all {what} of this round failed (samples.jsonl has messages). The first: {caller}{first['content']}"
 
 
 def why_untrained(metrics: dict[str, float], any_trained: bool, has_values: bool) -> str:

@@ -40,6 +40,7 @@ from lean_ft.settings import OnlineConfig, PolicyLossConfig, PPOLossConfig
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.world import world
+from lean_ft.training.answers import one_line
 
 BatchT = TypeVar("BatchT", bound=Batch)
 
@@ -147,7 +148,7 @@ class Rounds(Generic[BatchT]):
         """Warn if all tool calls of the round failed, once until a call succeeds."""
         why = why_calls_fail(self._rollouts)
         if why and not self._calls_fail:
-            say("WARNING", f"{why}. samples.jsonl has more of them.")
+            say("WARNING", one_line(why, 400))
         self._calls_fail = self._calls_fail if why is None else bool(why)
 
     def _ask(self, num_completions: int) -> tuple[list[int], list[Prompt]]:

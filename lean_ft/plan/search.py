@@ -1,8 +1,9 @@
 """Search for the fastest settings that fit a memory budget.
 
-Only settings that leave the training the same are varied: how activations, gradients and the loss are kept, and the
-split of a step's rows into micro-batches. Two settings change rounding: 8-bit moments for AdamW, and the output
-weight's gradient summed in the weight's dtype. Both are listed in the overrides.
+Only settings that leave the training the same are varied: how activations, gradients and the loss are kept, what is in
+host memory, and the split of a step's rows into micro-batches. Two settings change rounding: 8-bit moments for AdamW,
+and the output weight's gradient summed in the weight's dtype. Both are listed in the overrides. If memory is left,
+larger micro-batches are tried; those that make a step of more rows, which is another training, are listed apart.
 
 Techniques form a ladder from the fastest to the smallest. Each rung takes less memory than the one before, so for each
 kind of optimizer state bisection finds the first rung that fits with at most three rehearsals. With a smaller state,
@@ -25,13 +26,22 @@ from pydantic import BaseModel
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.known_plans import known_or_new
 from lean_ft.plan.result import Rehearsal
-from lean_ft.settings import LoRAConfig, OptimizerConfig, RecipeConfig, RewardLossConfig, Settings
+from lean_ft.settings import DataConfig, LoRAConfig, OptimizerConfig, RecipeConfig, RewardLossConfig, Settings
 from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.system.catalog import load_recipe, recipes
 
 Overrides = dict[str, Any]
 
 _CHECKPOINTING = "memory.activation_checkpointing"
+# Settings that save memory and take time, off.
+_OFF: Overrides = {
+    "memory.activation_offload": False,
+    "memory.tied_gradient": "fused",
+    "memory.frozen_embeddings": "device",
+    "memory.experts": "device",
+    "memory.tile_mlp": 0,
+}
+_LARGEST_RAISE = 8  # times the given batch_size
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class Search:
     """The candidates that were rehearsed."""
 
     fitting: list[Candidate]  # the fastest first; of equally fast ones, the unchanged settings
+    more_rows: list[Candidate]  # fitting too, with more rows per step, in the same order
     too_large: list[Candidate]  # the smallest first
     refused: dict[str, str]  # overrides -> the recipe's error
 
@@ -113,9 +124,13 @@ class _Rehearsals:
         """What was rehearsed so far."""
         found = sorted(self.found.values(), key=lambda candidate: candidate.reserved_bytes)
         fitting = [candidate for candidate in found if candidate.reserved_bytes <= budget_bytes]
+        ranked = sorted(fitting, key=lambda c: (-c.tokens_per_second, bool(c.overrides), c.reserved_bytes))
+        rows = _rows_per_step(self.cfg)
+        has_more = [_rows_per_step(with_overrides(self.cfg, candidate.overrides)) > rows for candidate in ranked]
         return Search(
-            sorted(fitting, key=lambda c: (-c.tokens_per_second, bool(c.overrides), c.reserved_bytes)),
-            found[len(fitting) :],
+            [candidate for candidate, more in zip(ranked, has_more, strict=True) if not more],
+            [candidate for candidate, more in zip(ranked, has_more, strict=True) if more],
+            [candidate for candidate in found if candidate.reserved_bytes > budget_bytes],
             self.refused,
         )
 
@@ -157,6 +172,10 @@ def search(
         leanest = min(rehearsals.found.values(), key=lambda candidate: candidate.reserved_bytes)
         for batch in _smaller_batches(cfg):
             if fits(rehearsals.of(leanest.overrides | batch)):
+                break
+    if fitting := rehearsals.result(budget_bytes).fitting:
+        for batch in _larger_batches(cfg):
+            if not fits(rehearsals.of(fitting[0].overrides | batch)):
                 break
     return rehearsals.result(budget_bytes)
 
@@ -234,7 +253,9 @@ def _has_no_logits(cfg: RecipeConfig) -> bool:
 
 def _ladder(cfg: RecipeConfig, device: Device, is_alone: bool = True) -> list[Overrides]:
     """Complete settings for activations, gradients and the loss, from the fastest to the smallest."""
-    always: Overrides = {} if cfg.clip_grad_norm is not None else {"optimizer.in_backward": True}
+    given = {key: attrgetter(key)(cfg) for key in _OFF}
+    off = {key: value for key, value in _OFF.items() if given[key] not in (value, "separate")}
+    always: Overrides = off if cfg.clip_grad_norm is not None else {"optimizer.in_backward": True} | off
     rungs: list[Overrides] = [
         {_CHECKPOINTING: "none"},
         {_CHECKPOINTING: "every_n"},
@@ -253,13 +274,20 @@ def _ladder(cfg: RecipeConfig, device: Device, is_alone: bool = True) -> list[Ov
         trains_embeddings = cfg.group(LoRAConfig) is None
         away = {"memory.tied_gradient" if trains_embeddings else "memory.frozen_embeddings": "host"}
         rungs += [lean := {**lean, "memory.activation_offload": True}, {**lean, **away}]
+    rungs += [{**rungs[-1], **{key: given[key] for key in off}}] if off else []
     return [{**always, **rung} for rung in rungs]
 
 
 def _states(cfg: RecipeConfig, device: Device, is_alone: bool = True) -> list[Overrides]:
-    """Settings for the optimizer's state: unchanged, then smaller."""
-    streams = is_alone and not device.is_cpu
-    rule = cfg.needed(OptimizerConfig).name
+    """Settings for the optimizer's state: in the device's memory if it is not, unchanged, then smaller."""
+    streams, optimizer = is_alone and not device.is_cpu, cfg.needed(OptimizerConfig)
+    if (rule := optimizer.name) == "paged_adamw_8bit":
+        return [{"optimizer.name": "adamw_8bit"}, {}]
+    on_device: list[Overrides] = [] if optimizer.state == "device" else [{"optimizer.state": "device"}]
+    return on_device + _smaller_states(rule, streams)
+
+
+def _smaller_states(rule: str, streams: bool) -> list[Overrides]:
     if rule != "adamw":
         return [{}] if not streams or rule == "sgd" else [{}, {"optimizer.state": "streamed"}]
     lean: Overrides = {"optimizer.name": "adamw_8bit"}
@@ -279,6 +307,23 @@ def _smaller_batches(cfg: RecipeConfig) -> Iterator[Overrides]:
     for batch_size in range(cfg.batch_size // 2, 0, -1):
         if rows % batch_size == 0 and math.log2(batch_size).is_integer():
             yield {"batch_size": batch_size, "gradient_accumulation_steps": rows // batch_size}
+
+
+def _larger_batches(cfg: RecipeConfig) -> Iterator[Overrides]:
+    """Micro-batches of 2, 4 and 8 times the rows: fewer of them per step as long as that is possible, then more rows
+    per step."""
+    data = cfg.group(DataConfig)
+    if data is not None and data.batch_tokens is not None:  # it sets the size of a batch
+        return
+    times, number = 2, cfg.gradient_accumulation_steps
+    while times <= _LARGEST_RAISE:
+        number = number // 2 if number % 2 == 0 else number
+        yield {"batch_size": cfg.batch_size * times, "gradient_accumulation_steps": number}
+        times *= 2
+
+
+def _rows_per_step(cfg: RecipeConfig) -> int:
+    return cfg.batch_size * cfg.gradient_accumulation_steps
 
 
 def _command_line(overrides: Overrides) -> str:

@@ -17,6 +17,7 @@ from lean_ft.losses import TokenLogProbs, TokenStatistics, batch_loss
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, decoder_config
 from lean_ft.online import PairRollouts, Rollouts
+from lean_ft.online.episodes import Episode
 from lean_ft.online.rewards import Scores
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
@@ -202,3 +203,23 @@ def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained() -> Non
         counted = sum(sum(one.counts) for one in rollouts._rollouts)
         assert batch.num_targets == int(batch.counts.sum()) == counted > 0
         assert len(batch.label) == sum(sum(one.trained) for one in rollouts._rollouts)
+
+
+def test_tool_calls_that_all_fail_are_one_warning_until_one_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = settings("batch_size=4", "gradient_accumulation_steps=1")
+    prompts = Prompts([Prompt(PROMPTS[0], "", {}, "")], seed=0, report=DataReport("prompts"), fingerprint="")
+    rollouts = Rollouts(cfg, prompts, 0)
+
+    def fill(errors: list[int]) -> str:
+        results = [{"role": "tool", "name": "add", "content": f"error: TypeError: {i}"} for i in range(GROUP)]
+        told = [{"messages": [{"role": "assistant"}, result], "calls": 1} for result in results]
+        episodes = [Episode([5], [-1.0], True, errors=n, **one) for n, one in zip(errors, told, strict=True)]
+        scores = Scores([0.0, 1.0, 2.0, 3.0], [[]] * GROUP, [""] * GROUP)
+        rollouts.sample(lambda asked, seed: episodes, lambda asked, completions: scores)
+        return capsys.readouterr().out
+
+    warning = "all 4 tool calls of this round failed (samples.jsonl has messages). The first: add: error: TypeError: 0"
+    assert warning in fill([1, 1, 1, 1])
+    assert "WARNING" not in fill([1, 1, 1, 1])
+    assert "WARNING" not in fill([1, 0, 1, 1])
+    assert warning in fill([1, 1, 1, 1])

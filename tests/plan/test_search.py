@@ -128,6 +128,25 @@ def test_slower_settings_that_fit_as_given_come_after_the_faster_ones(cfg, rehea
     assert any(candidate.overrides == {} for candidate in found.fitting)
 
 
+def test_what_the_user_turned_on_to_save_memory_is_turned_off_if_there_is_room(cfg, rehearsed):
+    given = {"memory.activation_checkpointing": "full", "memory.activation_offload": True, "memory.tile_mlp": 4}
+    cfg = search_module.with_overrides(cfg, {**given, "clip_grad_norm": 1.0})
+    best = search(RECIPE, cfg, CPU, 10_000).fitting[0]
+    off = {"memory.activation_offload": False, "memory.tile_mlp": 0, "memory.activation_checkpointing": "none"}
+    assert best.overrides == off
+    cfg = search_module.with_overrides(cfg, {"optimizer.state": "streamed"})
+    assert search(RECIPE, cfg, CPU, 10_000).fitting[0].overrides == {**off, "optimizer.state": "device"}
+
+
+def test_memory_that_is_left_takes_larger_batches(cfg, rehearsed):
+    cfg = search_module.with_overrides(cfg, {"gradient_accumulation_steps": 2, "optimizer.in_backward": True})
+    found = search(RECIPE, cfg, CPU, 200 + 400 + 40 + 16 * 100)  # 16 rows per micro-batch fit, and not 32
+    splits = [{"batch_size": 8, "gradient_accumulation_steps": 1}, {"batch_size": 16, "gradient_accumulation_steps": 1}]
+    assert splits[0] in [candidate.overrides for candidate in found.fitting]
+    assert [candidate.overrides for candidate in found.more_rows] == [splits[1]], "its steps have 16 rows, not 8"
+    assert {candidate.overrides.get("batch_size") for candidate in found.too_large} == {32}
+
+
 class Adaptable(Config):
     lora: LoRAConfig | None = None
 

@@ -272,10 +272,10 @@ def test_an_unknown_key_names_a_valid_one(override, nearest):
         ("batch_size=null", "whole number > 0", "null"),
         ("compile=yes", "true or false", "'yes'"),
         ("compile=1", "true or false", "1"),
-        ("optimizer.lr=fast", "number >= 0", "'fast'"),
-        ("optimizer.lr=-1", "number >= 0", "-1"),
-        ("optimizer.lr=.nan", "number >= 0", "NaN"),
-        ("optimizer.lr=1e999", "number >= 0", "Infinity"),
+        ("optimizer.lr=fast", "number >= 0 or null", "'fast'"),
+        ("optimizer.lr=-1", "number >= 0 or null", "-1"),
+        ("optimizer.lr=.nan", "number >= 0 or null", "NaN"),
+        ("optimizer.lr=1e999", "number >= 0 or null", "Infinity"),
         ("optimizer.betas=[0.9]", "list of 2, each number >= 0 and < 1", "[0.9]"),
         ("optimizer.betas=[0.9, 1]", "list of 2, each number >= 0 and < 1", "[0.9, 1]"),
         ("clip_grad_norm=0", "number > 0 or null", "0"),
@@ -428,7 +428,7 @@ def test_describe_lists_every_setting_with_its_default_and_meaning():
         if not setting.required and key != "output_dir":
             assert setting.default == value, key
     assert {key for key, setting in rows.items() if setting.required} == {"model.path", "data.source"}
-    assert rows["optimizer.lr"].type == "number >= 0"
+    assert rows["optimizer.lr"].type == "number >= 0 or null"
     assert rows["clip_grad_norm"].type == "number > 0 or null"
     assert {s.key: s.type for s in describe(Odd)} == {
         "extra.rank": "whole number > 0",

@@ -5,6 +5,10 @@ import shutil
 
 import pytest
 
+from lean_ft.settings.text import load_config
+from lean_ft.system.run_directory import RecordedRun
+from lean_ft.training.starting import hold_rate
+from tests.settings.cases import load_recipe
 from tests.training.toy_runs import digests, metrics
 
 
@@ -151,3 +155,17 @@ def test_output_dir_with_unrelated_files_is_refused(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/slurm-17.out").write_text("")  # a scheduler's log is no obstacle
     train(tmp_path / "run", max_steps=1)
+
+
+def test_an_adapters_run_keeps_the_default_rate_that_it_began_with():
+    given = ["model.path=tiny", "data.source=rows.jsonl", "lora={}"]
+    started = RecordedRun(state={"settings": {"optimizer.lr": 2e-5}})  # before adapters had a default of their own
+
+    def rate(earlier, *settings):
+        config = load_config(load_recipe("finetune").Config, None, [*given, *settings])
+        return hold_rate(config, earlier).optimizer.lr
+
+    assert rate(RecordedRun()) == 2e-4
+    assert rate(started) == 2e-5
+    assert rate(started, "optimizer.lr=2e-4") == 2e-4
+    assert rate(RecordedRun(state={"settings": {"optimizer.lr": 1e-3}})) == 2e-4, "that run's own value is no default"
