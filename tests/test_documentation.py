@@ -326,19 +326,19 @@ def test_the_number_of_private_names_is_that_of_the_code():
 
 
 @pytest.mark.long
-def test_the_first_fine_tune_learns_its_rows(tmp_path, monkeypatch, capsys):
-    """The commands of README.md, as written, in an empty folder, twice."""
+@pytest.mark.parametrize("name", ["README.md", "docs/first_fine_tune.md"])
+def test_the_first_fine_tune_learns_its_rows(name, tmp_path, monkeypatch, capsys):
+    """The first commands that train, as written, in an empty folder, twice."""
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text()
-    [(name, rows)] = HEREDOC.findall(text)
-    Path(name).write_text(rows)
+    text = (ROOT / name).read_text()
+    rows = re.search(r'(?:^\{"prompt".*\}\n)+', text, re.MULTILINE)
+    assert rows
+    Path("my_chats.jsonl").write_text(rows[0])
     [(block, answer)] = re.findall(r"^(```bash\nleanft run finetune .*?^```\n)\n```text\n(.*?)\n```", text, re.M | re.S)
-    commands = [command.line for command in commands_in(block)]
-    for line in commands * 2:
-        printed = typed(line, capsys)
-        if line.startswith("leanft generate "):
-            assert printed.strip() == answer
-    for row in map(json.loads, rows.splitlines()):
+    for command in [*commands_in(block)] * 2:
+        printed = typed(command.line, capsys)
+    assert printed.strip() == answer
+    for row in map(json.loads, rows[0].splitlines()):
         asked = typed(f"leanft generate runs/first prompt={shlex.quote(row['prompt'])}", capsys)
         assert asked.strip() == row["completion"]
 
