@@ -32,7 +32,7 @@ from lean_ft.settings.text import preset_recipe, preset_values
 from lean_ft.system.catalog import find_preset
 from lean_ft.system.catalog import presets as shipped
 
-COLUMNS = ["setting", "GPU", "predicted", "allocated", "predicted reserved", "reserved", "error", "update"]
+COLUMNS = ["setting", "GPU", "planned allocated", "allocated", "planned reserved", "reserved", "error", "update"]
 # By the GB of a GPU: the simulated GPU of its generation, and the GiB that the driver reports.
 CARDS: dict[int, tuple[str, float]] = {
     8: ("RTX4090", 7.6),
@@ -240,8 +240,8 @@ def describe(result: dict[str, Any]) -> str:
         "presets": "every preset on the GPU in its comment",
     }[result["settings"]["table"]]
     return (
-        f"allocations of PyTorch's CUDA build on a simulated GPU, where no kernel runs: {configuration}. Predicted: by "
-        "the planner. Allocated and reserved: by PyTorch's allocator in step 3. Error: of the predicted reserved "
+        f"allocations of PyTorch's CUDA build on a simulated GPU, where no kernel runs: {configuration}. Planned: by "
+        "the planner. Allocated and reserved: by PyTorch's allocator in step 3. Error: of the planned reserved "
         "memory. Update: peak workspace of one parameter's update, without weights, gradients and state"
     )
 

@@ -27,7 +27,7 @@ from lean_ft.plan.rehearsal import rehearse
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 
-COLUMNS = ["figure", "their settings", "published", "ours: peak", "ours: with driver", "ours / published"]
+COLUMNS = ["figure", "their settings", "published", "ours: allocated", "ours: with driver", "ours / published"]
 GIB, GB = 2**30, 10**9
 TORCHTUNE = "https://github.com/pytorch/torchtune/blob/0031bfb080bd/README.md"
 UNSLOTH = "https://github.com/unslothai/unsloth/blob/000252c947fe/README.md"
@@ -148,7 +148,7 @@ def describe(result: dict[str, Any]) -> str:
         "memory that other projects publish, next to lean_ft's planned memory for an A100 without compilation; ours "
         "has checkpointing and 8-bit AdamW, full fine-tuning also steps in backward, and adapters on rows of 16,384 "
         "tokens and more, and on gpt-oss, offload activations and tile the MLP; mixtures have adapters on attention "
-        "and embeddings on the host; with driver: reserved by the allocator, plus 0.5 GiB. Nothing is measured here: "
+        "and embeddings on the host; with driver: reserved by the allocator, plus 0.5 GiB for its context. Nothing is measured here: "
         "planned"
     )
 

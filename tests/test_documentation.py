@@ -29,9 +29,12 @@ from PIL import Image
 import lean_ft
 from lean_ft.cli.main import app, run_command_line
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.plan.devices import CUDA_CONTEXT_BYTES
 from lean_ft.settings.describing import describe
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
+from lean_ft.system.units import GIB
+from lean_ft.torch_private import PRIVATE_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
@@ -292,20 +295,50 @@ def test_the_loop_on_a_front_page_is_that_of_the_recipe(name):
     assert ast.unparse(ast.parse(shown)) == ast.unparse(loop)
 
 
+def memory_of_presets() -> dict[str, set[float]]:
+    """By preset: GiB allocated, reserved and with driver, on the simulated card and on a real one."""
+    found: dict[str, set[float]] = {}
+    for benchmark in ("pretended_ladder_presets", "gpu_presets"):
+        [file] = (ROOT / "benchmarks" / "results").glob(f"{benchmark}_*.json")
+        for row in json.loads(file.read_text())["rows"]:
+            amounts = (row["allocated_bytes"], row["reserved_bytes"], row["reserved_bytes"] + CUDA_CONTEXT_BYTES)
+            found.setdefault(row["label"], set()).update(amount / GIB for amount in amounts)
+    return found
+
+
+def test_memory_of_a_preset_is_that_of_the_results():
+    """In every line that names a preset without overrides; other figures of the line are in parentheses."""
+    known, checked = memory_of_presets(), 0
+    for document in DOCUMENTS:
+        text = re.sub(r"<!-- table:.*?<!-- /table -->", "", document.read_text(), flags=re.DOTALL)
+        for line in text.splitlines():
+            names = known.keys() & re.findall(r"`[^`=]*?(\w+/\w+)`", line)
+            for figure in re.findall(r"([\d.]+) GiB", re.sub(r"\(.*?\)", "", line)) if names else ():
+                digits = len(figure.partition(".")[2])
+                assert any(f"{amount:.{digits}f}" == figure for name in names for amount in known[name]), line
+                checked += 1
+    assert checked > 20
+
+
+def test_the_number_of_private_names_is_that_of_the_code():
+    [shown] = re.findall(r"^private names of torch .*: (.*) found$", (ROOT / "docs" / "install.md").read_text(), re.M)
+    assert shown == f"{len(PRIVATE_NAMES)} of {len(PRIVATE_NAMES)}"
+
+
 @pytest.mark.long
-def test_the_first_fine_tune_learns_its_rows(tmp_path, monkeypatch, capsys):
-    """The commands of README.md, as written, in an empty folder, twice."""
+@pytest.mark.parametrize("name", ["README.md", "docs/first_fine_tune.md"])
+def test_the_first_fine_tune_learns_its_rows(name, tmp_path, monkeypatch, capsys):
+    """The first commands that train, as written, in an empty folder, twice."""
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text()
-    [(name, rows)] = HEREDOC.findall(text)
-    Path(name).write_text(rows)
+    text = (ROOT / name).read_text()
+    rows = re.search(r'(?:^\{"prompt".*\}\n)+', text, re.MULTILINE)
+    assert rows
+    Path("my_chats.jsonl").write_text(rows[0])
     [(block, answer)] = re.findall(r"^(```bash\nleanft run finetune .*?^```\n)\n```text\n(.*?)\n```", text, re.M | re.S)
-    commands = [command.line for command in commands_in(block)]
-    for line in commands * 2:
-        printed = typed(line, capsys)
-        if line.startswith("leanft generate "):
-            assert printed.strip() == answer
-    for row in map(json.loads, rows.splitlines()):
+    for command in [*commands_in(block)] * 2:
+        printed = typed(command.line, capsys)
+    assert printed.strip() == answer
+    for row in map(json.loads, rows[0].splitlines()):
         asked = typed(f"leanft generate runs/first prompt={shlex.quote(row['prompt'])}", capsys)
         assert asked.strip() == row["completion"]
 

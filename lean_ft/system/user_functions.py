@@ -194,8 +194,8 @@ def load_factory(value: str) -> Callable[..., Any]:
 
 
 def load_code(value: str) -> Callable[..., Any]:
-    """`load_function`, which runs the file in a plan too."""
-    return _load(value, _function)
+    """Return the class or function FILE.py:NAME, also in a plan. Raises ValueError as `load_function` does."""
+    return _load(value, lambda code: code if callable(code) else None)
 
 
 def _load(value: str, read: Callable[[object], Callable[..., Any] | None]) -> Callable[..., Any]:

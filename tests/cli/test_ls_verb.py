@@ -12,7 +12,7 @@ def test_recipes_and_presets_are_listed(leanft, shipped):
     assert [line.split(maxsplit=5) for line in answer.out.splitlines() if line.startswith("  ")] == [
         ["other", "Another", "one,", "in", "two", "lines."],
         ["toy_single_device", "A", "toy", "recipe:", "does", "what `act` says."],
-        ["preset", "recipe", "parameters", "card", "planned", "peak"],
+        ["preset", "recipe", "parameters", "card", "reserved"],
         ["foreign", "-", "-", "-", "-", "lora.rank=8"],
         ["tiny/toy", "-", "-", "-", "-", "The toy."],
     ]
@@ -34,14 +34,14 @@ def test_the_columns_of_presets_are_what_their_comments_say(leanft, monkeypatch)
     assert "qwen3_0_6b" not in gated
 
 
-def test_what_trains_nothing_has_a_heading_of_its_own_and_peaks_are_marked_as_planned(leanft):
+def test_what_trains_nothing_has_a_heading_of_its_own_and_the_memory_is_named(leanft):
     out = leanft("ls").out
     training, _, others = out.partition("Presets")[0].partition("With a trained model\n")
     names = {line.split()[0] for line in others.splitlines() if line.strip()}
     assert names == {"chat", "evaluate", "generate", "quantize"}
     assert not names & {line.split()[0] for line in training.splitlines() if line.strip()}
     assert {recipe for recipe in catalog.recipes() if f"  {recipe} " in training} == set(catalog.recipes()) - names
-    assert "planned peak" in out
+    assert "reserved" in out
 
 
 @pytest.mark.first(1)
