@@ -4,10 +4,10 @@ leanft evaluate runs/tiny data.source=tiny/validation.jsonl
 leanft evaluate runs/tiny tasks=arc_easy,gsm8k limit=100
 leanft evaluate runs/tiny_lora tasks=my_task.yaml       # your own task file; needs no network
 
-Results are added to evaluation.json in the run directory, or to the file `output`.
+Results are added to evaluation.json in the run directory, or to the file `output`; the answers are in a file beside it.
 """
 
-import json
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -23,10 +23,10 @@ from lean_ft.settings.base import RegularExpression
 from lean_ft.system.log import say
 from lean_ft.system.run_directory import METRICS_FILE
 from lean_ft.system.units import number
-from lean_ft.system.whole_files import read_json, write_whole
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training import answer_held_out
-from lean_ft.training.answers import all_are_questions
+from lean_ft.training.answers import AnswerReport, all_are_questions
+from lean_ft.training.kept_evaluations import keep_answers, keep_tasks
 
 
 class Config(Settings):
@@ -64,8 +64,14 @@ def main(cfg: Config) -> dict[str, Any]:
     asked = cfg.model.for_texts() if cfg.data is None else cfg.model
     model, tokenizer = open_model(asked, cfg.adapter, cfg.device)
     results: dict[str, Any] = {}
+    file, name = results_file(cfg)
     if cfg.data is not None:
-        results["answers"] = ask_file(cfg, cfg.data, model, tokenizer)
+        results["answers"], report = ask_file(cfg, cfg.data, model, tokenizer)
+        if file is not None:
+            beside = keep_answers(file, name, questions_of(cfg, cfg.data), results["answers"], report)
+            say("results", str(file))
+            if beside is not None:
+                say("", f"{beside}: each answer")
     if cfg.tasks:
         tokenizer.check_template_kwargs(cfg.chat_template_kwargs, tokenizer.template_names if cfg.chat else ())
         tokenizer.chat_template_kwargs |= cfg.chat_template_kwargs
@@ -73,11 +79,19 @@ def main(cfg: Config) -> dict[str, Any]:
         results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, **asked)
         for task, told in results["tasks"].items():
             say(task, ", ".join(f"{name} {number(value)}" for name, value in told.items()))
-    write(cfg, results)
+        if file is not None:
+            kwargs = {"chat_template_kwargs": cfg.chat_template_kwargs} if cfg.chat_template_kwargs else {}
+            keep_tasks(file, name, asked | kwargs | summed(cfg), results["tasks"])
+            say("results", str(file))
+    if file is None:
+        say("results", "printed only, because the model is not in a run directory; set output=FILE to save them")
     return results
 
 
-def ask_file(cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
+def ask_file(
+    cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokenizer
+) -> tuple[dict[str, Any], AnswerReport | None]:
+    """The mean loss and the share of right answers, and the answers, if questions were asked."""
     batches, held_out = prepare_batches(data, tokenizer, batch_size=8, seed=cfg.seed)
     questions = EvalBatches(batches.layout, batches.report) if held_out is None else held_out
     found: dict[str, Any] = {}
@@ -85,28 +99,34 @@ def ask_file(cfg: Config, data: SFTDataConfig, model: Decoder, tokenizer: Tokeni
         found["loss"] = mean_loss(model, (batch.to(model.output_weight.device) for batch in questions))
         say("loss", number(found["loss"]))
     if cfg.loss and not all_are_questions(questions):
-        return found
+        return found, None
     report = answer_held_out(model, tokenizer, questions, cfg.limit or len(questions.layout), pattern=cfg.pattern)
     say("answers", f"{report.num_right} of {len(report.answers)} right ({report.exact_match:.1%})")
     answers = {"exact_match": report.exact_match, "num_right": report.num_right, "num_questions": len(report.answers)}
-    return found | answers
+    return found | answers, report
 
 
-def write(cfg: Config, results: dict[str, Any]) -> None:
-    """Add the results to the file, under the model's name."""
-    names = (
-        [cfg.model.path] if cfg.model.path != "auto" else [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter
-    )
-    folder = find_finished(names[0])
+def questions_of(cfg: Config, data: SFTDataConfig) -> dict[str, Any]:
+    """The settings that choose the questions and compare the answers."""
+    asked = data.model_dump(mode="json", exclude_defaults=True, exclude={"num_processes", "cache_dir", "cache_gib"})
+    seed = {"seed": cfg.seed} if data.validation_fraction else {}
+    return {"data": asked, "pattern": cfg.pattern, "limit": cfg.limit, **seed, **summed(cfg)}
+
+
+def models_of(cfg: Config) -> list[str]:
+    adapters = [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter
+    return [*([cfg.model.path] if cfg.model.path != "auto" else []), *adapters]
+
+
+def summed(cfg: Config) -> dict[str, Any]:
+    """The adapters on the model whose name a result has."""
+    return {"adapters": models_of(cfg)[1:]} if models_of(cfg)[1:] else {}
+
+
+def results_file(cfg: Config) -> tuple[Path | None, str]:
+    """The file for the results, if there is one, and the model's name in it."""
+    folder = find_finished(models_of(cfg)[0])
     file = cfg.output
     if file is None and (folder.parent / METRICS_FILE).is_file():
         file = folder.parent / "evaluation.json"
-    if file is None:
-        say("results", "printed only, because the model is not in a run directory; set output=FILE to save them")
-        return
-    kept = read_json(file)
-    earlier = kept.get(folder.name)
-    kept[folder.name] = {**(earlier if isinstance(earlier, dict) else {}), **results}
-    with write_whole(file) as part:
-        part.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    say("results", str(file))
+    return file, folder.name

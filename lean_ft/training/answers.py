@@ -37,6 +37,8 @@ class AnsweredQuestion:
     expected: str
     given: str | None
     """None if the pattern finds nothing."""
+    whole: str
+    """The model's whole answer."""
     ended: bool
     """Whether the model ended its answer. An answer without an end is wrong."""
 
@@ -143,8 +145,8 @@ def answer_held_out(
         answer_ids.update(zip(indices, (answer.ids for answer in answers), strict=True))
 
     def answered(i: int, prompt: list[int]) -> AnsweredQuestion:
-        given = compared(answer_ids[i])
-        return AnsweredQuestion(text(prompt), asked(prompt), expected[i], given, answer_ids[i][-1] in ends)
+        ids = answer_ids[i]
+        return AnsweredQuestion(text(prompt), asked(prompt), expected[i], compared(ids), text(ids), ids[-1] in ends)
 
     return AnswerReport([answered(i, prompt.ids.tolist()) for i, (prompt, _) in enumerate(questions)])
 

@@ -122,9 +122,10 @@ def test_results_are_stored_in_the_run_by_step(tasks: list[str], tmp_path: Path)
     evaluate(f"model.path={tmp_path / 'step_00000001'}", f"tasks=[{tasks[1]}]")
     kept = json.loads((tmp_path / "evaluation.json").read_text())
     assert kept.keys() == {"step_00000001", "step_00000002"}
-    assert kept["step_00000002"]["tasks"]["our_choice"].keys() >= {"acc", "acc_norm"}
-    assert kept["step_00000002"]["answers"] == {"exact_match": 0.0, "num_right": 0, "num_questions": 3}
-    assert 0 <= kept["step_00000001"]["tasks"]["our_generate"]["exact_match"] <= 1
+    (task,), (answers,) = kept["step_00000002"]["tasks"], kept["step_00000002"]["answers"]
+    assert task["task"] == "our_choice" and task["metrics"].keys() >= {"acc", "acc_norm"}
+    assert (answers["num_right"], answers["num_questions"], answers["limit"]) == (0, 3, 3)
+    assert 0 <= kept["step_00000001"]["tasks"][0]["metrics"]["exact_match"] <= 1
 
 
 @pytest.mark.long
@@ -142,8 +143,10 @@ def test_evaluation_tasks_do_not_change_a_run(tasks: list[str], tmp_path: Path) 
     assert [row["step"] for row in told] == [2, 3]
     assert "eval_our_generate/exact_match" in (tmp_path / "with" / "metrics.csv").read_text().splitlines()[0]
     evaluate(f"adapter={tmp_path / 'with'}", f"tasks=[{tasks[0]}]", "limit=2")
-    kept = json.loads((tmp_path / "with" / "evaluation.json").read_text())["step_00000003"]["tasks"]["our_choice"]
-    assert kept == {name.removeprefix("eval_our_choice/"): v for name, v in told[-1].items() if "choice" in name}
+    (kept,) = json.loads((tmp_path / "with" / "evaluation.json").read_text())["step_00000003"]["tasks"]
+    assert kept["metrics"] == {
+        name.removeprefix("eval_our_choice/"): v for name, v in told[-1].items() if "choice" in name
+    }
     file = tmp_path / "with" / "metrics.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))  # as if killed in the last tasks
     repeated = run_recipe("finetune", tmp_path / "with", *given, *asked)
@@ -164,7 +167,7 @@ def test_answers_match_exactly_or_by_pattern(tmp_path: Path) -> None:
         output = tmp_path / f"{name}.json"
         evaluate("model.path=tiny", f"data.source={tmp_path / 'rows.jsonl'}", f"output={output}", *more)
         (told,) = json.loads(output.read_text()).values()
-        assert told["answers"]["num_right"] == right
+        assert [answers["num_right"] for answers in told["answers"]] == [right]
 
 
 @pytest.mark.parametrize(
