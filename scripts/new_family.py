@@ -110,6 +110,7 @@ class Search:
         self.model_type, self.start = model_type, time.monotonic()
         self.last_line = self.start
         self.checkpoints: list[Checkpoint] = []
+        self.untried: dict[str, str] = {}  # flags whose other value transformers refuses, with its reason
         self.refused = ""  # the last reason of transformers against a checkpoint
         try:
             self.own = own_fields(model_type)
@@ -178,8 +179,9 @@ class Search:
             try:
                 settings = {**self.checkpoints[base].settings, name: value}
                 found.append((name, value, checkpoint(self.model_type, settings)))
-            except Exception:  # transformers refuses it
-                continue
+            except Exception as error:  # transformers refuses it
+                if base == 0 and type(value) is bool:
+                    self.untried[name] = reason_of(error)
         return found
 
 
@@ -233,11 +235,14 @@ def alike(edit: Edit, flag: str) -> bool:
 
 
 def together(singles: list[Change]) -> list[Change]:
-    """Changes of the embedding of positions and of the rotation: a model has one or the other."""
+    """Changes of facts that help only together: the embedding of positions and the rotation, of which a model has one,
+    and LayerNorm with the parameters that only it has."""
     of_positions = [edit for (edit,) in singles if edit.name == "position_row"]
     learned = [(edit, Edit("row", "rope", no_rope)) for edit in of_positions if edit.value is not ABSENT]
     rotations = [edit for (edit,) in singles if edit.name == "rope" and edit.value is not no_rope]
-    return learned + [(Edit("facts", "position_row", ABSENT), edit) for edit in rotations]
+    rotated = [(Edit("facts", "position_row", ABSENT), edit) for edit in rotations]
+    centered = [Edit("facts", "norm_centered", True), Edit("facts", "norm_parameters", "weight_and_bias")]
+    return [*learned, *rotated, tuple(centered)]
 
 
 def edited(row: Family, *changes: Edit) -> Family:
@@ -332,6 +337,16 @@ def counterexample(row: Family, search: Search) -> tuple[str, Checkpoint] | None
                 search.say(f"{name}={value} changes transformers' computation in another way: one more checkpoint")
                 return name, changed
     return None
+
+
+def without_untried(row: Family, search: Search) -> Family:
+    """The row that refuses the other value of flags that it does not read and that nothing compared it with."""
+    config = search.checkpoints[0].config
+    for name, reason in search.untried.items():
+        if read(row, {**config, name: not config[name]}) == read(row, config):
+            row = replace(row, only={**row.only, name: config[name]})
+            search.say(f"the row refuses {name}={not config[name]}, which transformers does not compute: {reason[:80]}")
+    return row
 
 
 def ignored_fields(row: Family, search: Search) -> list[str]:
@@ -496,7 +511,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not search.is_solved_by(row):
         explain(nearest, row, search)
         return 1
-    row = with_needed_defaults(finished(row, search), search)
+    row = with_needed_defaults(without_untried(finished(row, search), search), search)
     FAMILIES[given.model_type] = row
     for at in search.checkpoints:
         with torch.no_grad():

@@ -33,7 +33,7 @@ def test_a_row_that_is_left_out_is_found_and_written(capsys, tmp_path):
     assert new_family.main(["olmo2", "--again"]) == 0
     progress = capsys.readouterr().out
     row, case, other_case, line = (part.strip() for part in progress.split("\n\n")[-4:])
-    assert "2 tensors without a match: self_attn.k_norm, self_attn.q_norm" in progress
+    assert "2 tensors without a match: self_attn.k_norm [16], self_attn.q_norm [48] of the folder" in progress
     assert 'norm_placement="post"' in progress and "equal" in progress
     assert line.startswith("| `olmo2` | allenai/OLMo-2-")
     files = [
@@ -64,7 +64,7 @@ def test_a_family_that_needs_another_fact_is_explained(capsys):
     assert new_family.main(["bitnet"]) == 1
     printed = capsys.readouterr().out
     assert "No row and no combination of facts computes bitnet." in printed
-    assert "- 2 tensors without a match: mlp.ffn_sub_norm, self_attn.attn_sub_norm of the folder" in printed
+    assert "- 2 tensors without a match: mlp.ffn_sub_norm [80], self_attn.attn_sub_norm [48] of the folder" in printed
     assert "modeling_bitnet.py" in printed
 
 
