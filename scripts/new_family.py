@@ -72,6 +72,7 @@ from scripts.family_source import (  # noqa: E402
     reader_of,
     run_tests,
     source_of_case,
+    source_of_draws,
     source_of_row,
     table_line,
     text,
@@ -485,7 +486,15 @@ def explain(nearest: str, row: Family, search: Search) -> None:
     ignored = ", ".join(ignored_fields(row, search))
     print(f"- fields that change transformers' model and that the row ignores: {ignored or 'none'}")
     print(f"transformers computes it in {inspect.getsourcefile(type(search.checkpoints[0].model))}.")
-    print("docs/new_family.md shows how to add a fact.")
+    print("docs/new_family.md shows how to add a fact. The family's tests need:\n")
+    print(*cases_of(search), source_of_draws(search.model_type, row), sep="\n")
+
+
+def cases_of(search: Search) -> list[str]:
+    """The entries of the tests' `CASES` for the first two checkpoints."""
+    model_type, ends = search.model_type, ("", "_others")
+    pairs = zip(ends, search.checkpoints, strict=False)
+    return [source_of_case(f"{model_type}{end}", model_type, at.settings) for end, at in pairs]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -517,12 +526,10 @@ def main(arguments: list[str] | None = None) -> int:
         with torch.no_grad():
             torch.testing.assert_close(load_model(at.folder)(IDS), at.steps["logits"], atol=1e-4, rtol=1e-4)
     search.say(f"{len(search.checkpoints)} folders load with equal logits; each field changed once is equal or refused")
-    cases = [
-        source_of_case(f"{given.model_type}{end}", given.model_type, at.settings)
-        for end, at in zip(("", "_others"), search.checkpoints, strict=False)
-    ]
+    cases = cases_of(search)
     source, line = source_of_row(given.model_type, row), table_line(given.model_type, row, nearest)
-    print("", source, *cases, line, sep="\n\n")
+    draws = source_of_draws(given.model_type, row)
+    print("", source, *cases, *filter(None, [draws]), line, sep="\n\n")
     if order:
         print(
             "\nOne function is missing: has_window(fields, layer), for a config.json without layer_types. No row "
@@ -530,7 +537,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 1
     if given.write:
-        insert(ROOT, given.model_type, source, cases, line)
+        insert(ROOT, given.model_type, source, cases, draws, line)
         return run_tests(given.model_type)
     return 0
 
