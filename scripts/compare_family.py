@@ -172,7 +172,7 @@ def steps_of(model: nn.Module, given: Mapping[str, Tensor] | None = None) -> dic
     def record(place: str, module: nn.Module) -> None:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             own, *others = output if isinstance(output, tuple) else (output,)
-            steps[place] = own
+            steps[place] = own.clone()  # falcon adds to the output in place
             if given is not None and place in given and given[place].shape == own.shape:
                 own = given[place]
             return (own, *others) if isinstance(output, tuple) else own

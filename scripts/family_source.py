@@ -11,6 +11,8 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from lean_ft.models.config import FamilyParts
 from lean_ft.models.families import FAMILIES, Family
 from lean_ft.models.families.older import spelled
@@ -138,6 +140,15 @@ def source_of_case(name: str, model_type: str, settings: dict[str, Any]) -> str:
     return f'    "{name}": ("{model_type}", {{{inner}}}),'
 
 
+def source_of_draws(model_type: str, row: Family) -> str:
+    """The entry of `DRAWS` in tests/models/random_configurations.py, or "" if the family needs none."""
+    if row.facts.get("position_row") is not None:
+        return f'    "{model_type}": LEARNED,'
+    if "head_dim" in CONFIG_MAPPING[model_type]().to_dict():
+        return ""
+    return f'    "{model_type}": SQUARE,'
+
+
 def table_line(model_type: str, row: Family, nearest: str) -> str:
     """The family's line of the table of architectures in docs/families.md."""
     other = FAMILIES[nearest]
@@ -151,8 +162,8 @@ def formatted(source: str) -> str:
     return subprocess.run(ruff, input=source, capture_output=True, text=True, check=True).stdout.rstrip()
 
 
-def insert(root: Path, model_type: str, row: str, cases: list[str], line: str) -> None:
-    """Add a family's row, cases and line of docs/families.md to the files of a checkout."""
+def insert(root: Path, model_type: str, row: str, cases: list[str], draws: str, line: str) -> None:
+    """Add a family's row, cases, random draws and line of docs/families.md to the files of a checkout."""
     families, file = root / "lean_ft" / "models" / "families", file_of(row)
     known = vars(MODULES[file])
     imports = [
@@ -164,6 +175,9 @@ def insert(root: Path, model_type: str, row: str, cases: list[str], line: str) -
         [sys.executable, "-m", "ruff", "check", "-q", "--no-cache", "--fix", "--select", "I", families / f"{file}.py"]
     )
     tests = root / "tests"
+    if draws:
+        place = r"(?m)(?<=^DRAWS: )(?s:.*?)(?=^}$)"
+        edit(tests / "models" / "random_configurations.py", place, r"\g<0>" + draws + "\n")
     edit(tests / "models" / "family_cases.py", r"(?m)(?<=^CASES: )(?s:.*?)(?=^}$)", r"\g<0>" + "\n".join(cases) + "\n")
     head = r"\| `model_type` \| models \| architecture \|"
     edit(root / "docs" / "families.md", rf"(?s)(?<={head}\n).*?(?=\n\n)", f"\\g<0>\n{line}")

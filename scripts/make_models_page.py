@@ -13,15 +13,18 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING, __version__
 from transformers.models.auto import modeling_auto
+from transformers.utils.quantization_config import QuantizationMethod
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lean_ft.models import decoder_config  # noqa: E402
 from lean_ft.models.config_json import as_its_family, language_model_config  # noqa: E402
+from lean_ft.models.dequantized import READABLE  # noqa: E402
 from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED  # noqa: E402
 from lean_ft.models.vision.config import VISION_FAMILIES  # noqa: E402
 
+METHODS = {method.value for method in QuantizationMethod}
 PAGE = ROOT / "docs" / "models.md"
 CAUSAL = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WITH_IMAGES = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
@@ -34,6 +37,7 @@ families and how each is compared with transformers.
 
 - **{causal}** causal language models are read.
 - **{images}** models of images and text are read: {towers} with their images ([Images](images.md)), the others as their language model.
+- Of the {methods} formats of quantized weights, {formats} are read ([Quantized folders](#quantized-folders)).
 
 For each type, the page shows the published model that transformers' documentation names. Other models of the type are read too, unless a
 field of their `config.json` asks for a computation that lean_ft lacks. The error then names the field.
@@ -76,13 +80,46 @@ def table(types: list[str]) -> tuple[int, str]:
     return sum(not how.startswith("no: ") for how in readings.values()), text
 
 
+ENDS = {
+    "awq": "-AWQ",
+    "bitsandbytes": "-bnb-4bit",
+    "compressed-tensors": "-FP8-dynamic, -W4A16",
+    "fp8": "-FP8",
+    "gptq": "-GPTQ-Int4",
+    "mxfp4": "openai/gpt-oss",
+}
+QUANTIZED = """A folder with quantized weights has a `quantization_config` in its `config.json`. Its
+`quant_method` decides whether lean_ft reads it. For another format, set `model.path` to the unquantized model that the
+folder was made from. `lora.quantize=nf4` quantizes frozen weights to 4 bits while they load
+([Quantization](quantization.md))."""
+
+
+def methods() -> str:
+    """A table of transformers' formats of quantized weights, and what lean_ft says to each."""
+    rows = ["| `quant_method` | names on the Hub | read |", "|---|---|---|"]
+    config = CONFIG_MAPPING["llama"]().to_dict() | {"architectures": None}
+    for method in sorted(METHODS):
+        try:
+            decoder_config(config | {"quantization_config": {"quant_method": method}})
+        except ValueError:
+            how = "no: use the unquantized model"
+        else:
+            how = f"yes, {READABLE[method]}"
+        ends = " ".join(f"`{end}`" for end in ENDS.get(method, "").split(", ") if end)
+        rows.append(f"| `{method}` | {ends} | {how} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     (num_causal, causal), (num_images, images) = table(CAUSAL), table(WITH_IMAGES)
     introduction = INTRODUCTION.format(
         version=__version__, causal=f"{num_causal} of {len(CAUSAL)}", images=f"{num_images} of {len(WITH_IMAGES)}",
-        towers=len(VISION_FAMILIES.keys() & set(WITH_IMAGES)),
+        towers=len(VISION_FAMILIES.keys() & set(WITH_IMAGES)), methods=len(METHODS),
+        formats=" and ".join(f"`{method}`" for method in READABLE),
     )  # fmt: skip
-    PAGE.write_text(f"{introduction}\n## Language models\n\n{causal}\n\n## Models of images and text\n\n{images}\n")
+    quantized = f"## Quantized folders\n\n{QUANTIZED}\n\n{methods()}"
+    parts = introduction, quantized, f"## Language models\n\n{causal}", f"## Models of images and text\n\n{images}\n"
+    PAGE.write_text("\n\n".join(part.rstrip("\n") for part in parts) + "\n")
     print(re.search(r"(?s)- \*\*.*?\n\n", introduction)[0].strip())  # pyright: ignore[reportOptionalSubscript]
 
 

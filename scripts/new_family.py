@@ -72,6 +72,7 @@ from scripts.family_source import (  # noqa: E402
     reader_of,
     run_tests,
     source_of_case,
+    source_of_draws,
     source_of_row,
     table_line,
     text,
@@ -110,6 +111,7 @@ class Search:
         self.model_type, self.start = model_type, time.monotonic()
         self.last_line = self.start
         self.checkpoints: list[Checkpoint] = []
+        self.untried: dict[str, str] = {}  # flags whose other value transformers refuses, with its reason
         self.refused = ""  # the last reason of transformers against a checkpoint
         try:
             self.own = own_fields(model_type)
@@ -178,8 +180,9 @@ class Search:
             try:
                 settings = {**self.checkpoints[base].settings, name: value}
                 found.append((name, value, checkpoint(self.model_type, settings)))
-            except Exception:  # transformers refuses it
-                continue
+            except Exception as error:  # transformers refuses it
+                if base == 0 and type(value) is bool:
+                    self.untried[name] = reason_of(error)
         return found
 
 
@@ -233,11 +236,14 @@ def alike(edit: Edit, flag: str) -> bool:
 
 
 def together(singles: list[Change]) -> list[Change]:
-    """Changes of the embedding of positions and of the rotation: a model has one or the other."""
+    """Changes of facts that help only together: the embedding of positions and the rotation, of which a model has one,
+    and LayerNorm with the parameters that only it has."""
     of_positions = [edit for (edit,) in singles if edit.name == "position_row"]
     learned = [(edit, Edit("row", "rope", no_rope)) for edit in of_positions if edit.value is not ABSENT]
     rotations = [edit for (edit,) in singles if edit.name == "rope" and edit.value is not no_rope]
-    return learned + [(Edit("facts", "position_row", ABSENT), edit) for edit in rotations]
+    rotated = [(Edit("facts", "position_row", ABSENT), edit) for edit in rotations]
+    centered = [Edit("facts", "norm_centered", True), Edit("facts", "norm_parameters", "weight_and_bias")]
+    return [*learned, *rotated, tuple(centered)]
 
 
 def edited(row: Family, *changes: Edit) -> Family:
@@ -332,6 +338,16 @@ def counterexample(row: Family, search: Search) -> tuple[str, Checkpoint] | None
                 search.say(f"{name}={value} changes transformers' computation in another way: one more checkpoint")
                 return name, changed
     return None
+
+
+def without_untried(row: Family, search: Search) -> Family:
+    """The row that refuses the other value of flags that it does not read and that nothing compared it with."""
+    config = search.checkpoints[0].config
+    for name, reason in search.untried.items():
+        if read(row, {**config, name: not config[name]}) == read(row, config):
+            row = replace(row, only={**row.only, name: config[name]})
+            search.say(f"the row refuses {name}={not config[name]}, which transformers does not compute: {reason[:80]}")
+    return row
 
 
 def ignored_fields(row: Family, search: Search) -> list[str]:
@@ -470,7 +486,15 @@ def explain(nearest: str, row: Family, search: Search) -> None:
     ignored = ", ".join(ignored_fields(row, search))
     print(f"- fields that change transformers' model and that the row ignores: {ignored or 'none'}")
     print(f"transformers computes it in {inspect.getsourcefile(type(search.checkpoints[0].model))}.")
-    print("docs/new_family.md shows how to add a fact.")
+    print("docs/new_family.md shows how to add a fact. The family's tests need:\n")
+    print(*cases_of(search), source_of_draws(search.model_type, row), sep="\n")
+
+
+def cases_of(search: Search) -> list[str]:
+    """The entries of the tests' `CASES` for the first two checkpoints."""
+    model_type, ends = search.model_type, ("", "_others")
+    pairs = zip(ends, search.checkpoints, strict=False)
+    return [source_of_case(f"{model_type}{end}", model_type, at.settings) for end, at in pairs]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -496,18 +520,16 @@ def main(arguments: list[str] | None = None) -> int:
     if not search.is_solved_by(row):
         explain(nearest, row, search)
         return 1
-    row = with_needed_defaults(finished(row, search), search)
+    row = with_needed_defaults(without_untried(finished(row, search), search), search)
     FAMILIES[given.model_type] = row
     for at in search.checkpoints:
         with torch.no_grad():
             torch.testing.assert_close(load_model(at.folder)(IDS), at.steps["logits"], atol=1e-4, rtol=1e-4)
     search.say(f"{len(search.checkpoints)} folders load with equal logits; each field changed once is equal or refused")
-    cases = [
-        source_of_case(f"{given.model_type}{end}", given.model_type, at.settings)
-        for end, at in zip(("", "_others"), search.checkpoints, strict=False)
-    ]
+    cases = cases_of(search)
     source, line = source_of_row(given.model_type, row), table_line(given.model_type, row, nearest)
-    print("", source, *cases, line, sep="\n\n")
+    draws = source_of_draws(given.model_type, row)
+    print("", source, *cases, *filter(None, [draws]), line, sep="\n\n")
     if order:
         print(
             "\nOne function is missing: has_window(fields, layer), for a config.json without layer_types. No row "
@@ -515,7 +537,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 1
     if given.write:
-        insert(ROOT, given.model_type, source, cases, line)
+        insert(ROOT, given.model_type, source, cases, draws, line)
         return run_tests(given.model_type)
     return 0
 

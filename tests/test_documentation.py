@@ -104,6 +104,8 @@ def test_every_setting_in_a_document_is_taken_by_a_recipe(refusals, document, tm
     (tmp_path / "my_family.py").write_text("from lean_ft.models.families import Family\n\nmy_model = NAME = Family()\n")
     (tmp_path / "my_loss.py").write_text("def fn(answers): ...\n")
     (tmp_path / "my_schedule.py").write_text("def fn(step, total_steps): ...\n")
+    (tmp_path / "my_lion.py").write_text("class Lion: ...\n")
+    (tmp_path / "my_lion_8bit.py").write_text("def lion_8bit(): ...\n")
     (tmp_path / "my_tools.py").write_text("def add(a, b): ...\n")
     (tmp_path / "my_env.py").write_text("class Guess: ...\n")
     for setting in settings_in(by_hand(document)):

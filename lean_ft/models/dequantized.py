@@ -21,7 +21,11 @@ from lean_ft.models.safetensors_file import StoredTensor
 from lean_ft.models.source import Source
 from lean_ft.system.shards import Part
 
-READABLE = ("fp8", "mxfp4")
+# `quant_method` of the formats that are read, with a description for docs/models.md.
+READABLE = {
+    "fp8": "float8 (e4m3) with a scale per block or per matrix",
+    "mxfp4": "stacked experts of 4 bits with a power of two per 32",
+}
 _OF_BLOCKS = "_scale_inv"  # ends the names of scales in fp8
 _FLOATS = ("F32", "BF16", "F16")
 _STRIP_NUMBERS = 2**18  # numbers dequantized at a time

@@ -16,7 +16,7 @@ from lean_ft.optim.adamw_8bit_torchao import Moment8bitTorchao
 from lean_ft.optim.apollo_mini import ApolloMini
 from lean_ft.optim.muon import Muon
 from lean_ft.optim.optimizer import Optimizer
-from lean_ft.optim.own_rule import check_state, own_rule
+from lean_ft.optim.own_rule import own_rule
 from lean_ft.optim.rule import VECTORS, Rule
 from lean_ft.optim.sgd import SGD
 from lean_ft.optim.streamed import stream_state
@@ -69,12 +69,7 @@ def build_optimizer(
         )
     paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
     on_gpu = devices == {"cuda"}
-    if is_function_path(cfg.name):
-        rule = own_rule(cfg, compile=recipe_cfg.compile)
-        for name, param in trainable:
-            check_state(name, param, rule if isinstance(rule, Rule) else rule(param), f"optimizer.name={cfg.name}")
-    else:
-        rule = _rules(cfg, model, on_gpu=on_gpu, paged=paged and on_gpu, compile=recipe_cfg.compile)
+    rule = _rules(cfg, model, on_gpu=on_gpu, paged=paged and on_gpu, compile=recipe_cfg.compile)
     _refuse_what_cannot_be_cut(cfg, trainable, rule, ranks)
     optimizer = Optimizer(
         trainable,
@@ -118,9 +113,10 @@ def _refuse_what_cannot_be_cut(
     for name, param in trainable if ranks.num_shards > 1 else []:
         used = rule if isinstance(rule, Rule) else rule(param)
         if used.needs_whole_matrices:
+            own = "" if cfg.name in MATRIX_RULES else " A rule that updates rows has needs_whole_matrices = False."
             raise ValueError(
                 f"optimizer.name={cfg.name} works on whole matrices, but parallel.shard={ranks.num_shards} shards them "
-                f"by rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw."
+                f"by rows. Set parallel.shard=1 with parallel.replicate={ranks.size}, or optimizer.name=adamw.{own}"
             )
         columns = part_of(param).run
         if columns is not None and (cfg.name == "adafactor" or columns % used.block):
@@ -145,6 +141,8 @@ def _rules(
     cfg: OptimizerConfig, model: nn.Module, *, on_gpu: bool, paged: bool, compile: bool
 ) -> Rule | Callable[[nn.Parameter], Rule]:
     """One rule for all parameters, or a function that gives AdamW to parameters the named rule is not for."""
+    if is_function_path(cfg.name):
+        return own_rule(cfg, model, compile=compile)
     every: dict[str, Any] = {
         "weight_decay": cfg.weight_decay,
         "stochastic_rounding": cfg.stochastic_rounding,
@@ -168,6 +166,8 @@ def _rules(
             named_rule = AdamW(moments=(Moment4bit(signed=True), Moment4bit(signed=False)), **adamw)
         case "adamw_8bit_torchao":
             named_rule = AdamW(moments=(Moment8bitTorchao(signed=True), Moment8bitTorchao(signed=False)), **adamw)
+        case name:
+            raise AssertionError(f"the settings have an optimizer {name} without a rule")
     if cfg.name in MATRIX_RULES:
         is_matrix, adamw_rule = _is_matrix_of(model), AdamW(**adamw)
         return lambda param: named_rule if is_matrix(param) else adamw_rule

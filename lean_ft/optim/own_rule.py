@@ -31,11 +31,20 @@ ANY_KIND = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 PAGE = "docs/own_optimizers.md has an example."
 
 
-def own_rule(cfg: OptimizerConfig, *, compile: bool) -> Rule | Callable[[nn.Parameter], Rule]:
+def own_rule(cfg: OptimizerConfig, model: nn.Module, *, compile: bool) -> Rule | Callable[[nn.Parameter], Rule]:
     """The rule that `cfg.name` makes of its settings, or its function that returns the rule of a parameter.
 
-    Raises ValueError for settings that it does not use, for parameters without a setting, and for anything but a rule.
+    Raises ValueError for settings that it does not use, for parameters without a setting, for anything but a rule, and
+    for a state of the model's trained parameters that cannot be saved, streamed or cut.
     """
+    rule = _made(cfg, compile)
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            _check_state(name, param, rule if isinstance(rule, Rule) else rule(param), f"optimizer.name={cfg.name}")
+    return rule
+
+
+def _made(cfg: OptimizerConfig, compile: bool) -> Rule | Callable[[nn.Parameter], Rule]:
     setting, make = f"optimizer.name={cfg.name}", cfg.rule
     if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
         raise ValueError(
@@ -48,8 +57,8 @@ def own_rule(cfg: OptimizerConfig, *, compile: bool) -> Rule | Callable[[nn.Para
     unknown = [name for name in named if name not in values and parameters[name].default is inspect.Parameter.empty]
     if unknown:
         raise ValueError(
-            f"{setting} has a parameter {unknown[0]}, which no setting has. Parameters may be {', '.join(values)}. Give "
-            f"others a default.{did_you_mean(unknown[0], values)}"
+            f"{setting} has a parameter {unknown[0]}, which no setting has. Parameters may be {', '.join(values)}. "
+            f"Give others a default.{did_you_mean(unknown[0], values)}"
         )
     for name, ignorable in SETTINGS.items():
         if name not in named and values[name] != ignorable:
@@ -81,8 +90,7 @@ def _rule_of(made: Any, setting: str) -> Rule:
     return checked
 
 
-def check_state(name: str, param: nn.Parameter, rule: Rule, setting: str) -> None:
-    """Raise ValueError if the state that `rule` keeps for a parameter cannot be saved, streamed or cut."""
+def _check_state(name: str, param: nn.Parameter, rule: Rule, setting: str) -> None:
     meta = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
     state, owner = rule.init_state(meta), f"{setting}: init_state of {type(rule).__name__}"
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):

@@ -62,6 +62,14 @@ GEMMA_4 = {"vocab_size_per_layer_input": 101, "head_dim": 12, "global_head_dim":
 # fmt: off
 # (model_type, settings) by name.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "biogpt": ("biogpt", {}),
+    "biogpt_untied_without_scale": ("biogpt",
+        {"layer_norm_eps": 1e-3, "tie_word_embeddings": False, "scale_embedding": False}),
+    "falcon": ("falcon", {}),
+    "falcon_biases_and_all_heads": ("falcon", {
+        "multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False,
+        "ffn_hidden_size": 24, "layer_norm_epsilon": 1e-3,
+    }),
     "llama": ("llama", {}),
     "llama_every_head_its_own_keys": ("llama", {"num_key_value_heads": 6, "rms_norm_eps": 1e-3}),
     "llama_one_key_head": ("llama", {"num_key_value_heads": 1, "hidden_size": 36, "num_attention_heads": 3}),

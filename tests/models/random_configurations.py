@@ -202,6 +202,8 @@ GEMMA4 |= {"num_global_key_value_heads": st.sampled_from([None, 1]), "num_expert
 DRAWS: dict[str, Draws] = {
     "olmo3": WINDOWED, "mellum": WINDOWED, "olmoe": SQUARE, "cohere2": SQUARE, "gpt_neox": IN_PART,
     "persimmon": IN_PART,
+    "biogpt": LEARNED,
+    "falcon": SQUARE,
     "phi": replace(IN_PART, fields=UNTIED), "stablelm": replace(IN_PART, rope=IN_HALF),
     "gpt2": LEARNED, "gpt_bigcode": LEARNED, "opt": LEARNED, "gptj": replace(
         LEARNED, fields=LEARNED.fields | UNTIED,
@@ -280,7 +282,10 @@ def configurations(draw: Draw, model_type: str) -> dict[str, Any]:
     own.finish(draw, chosen)
     shares = st.just(chosen["head_dim"]) if own.is_square else st.integers(3, 9)
     chosen["hidden_size"] = chosen["num_attention_heads"] * draw(shares)
-    names = ("hidden_activation", "mlp_hidden_act", "activation_function")
+    if isinstance(getattr(transformers.CONFIG_MAPPING[model_type], "head_dim", None), property):  # of other fields
+        assert own.is_square
+        del chosen["head_dim"]
+    names = ("hidden_activation", "mlp_hidden_act", "activation_function", "activation")
     activation = next((name for name in names if name in known), "hidden_act")
     only_one = CASES[FIRST_CASES[model_type]][1].get(activation)
     chosen[activation] = only_one or draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh"]))

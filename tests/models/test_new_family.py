@@ -32,24 +32,26 @@ def test_a_row_that_is_left_out_is_found_and_written(capsys, tmp_path):
     expected = [decoder_config(config) for config in configs_of("olmo2")]
     assert new_family.main(["olmo2", "--again"]) == 0
     progress = capsys.readouterr().out
-    row, case, other_case, line = (part.strip() for part in progress.split("\n\n")[-4:])
-    assert "2 tensors without a match: self_attn.k_norm, self_attn.q_norm" in progress
+    row, case, other_case, draws, line = (part.strip() for part in progress.split("\n\n")[-5:])
+    assert "2 tensors without a match: self_attn.k_norm [16], self_attn.q_norm [48] of the folder" in progress
     assert 'norm_placement="post"' in progress and "equal" in progress
     assert line.startswith("| `olmo2` | allenai/OLMo-2-")
     files = [
         "lean_ft/models/families/dense.py",
         "tests/models/family_cases.py",
+        "tests/models/random_configurations.py",
         "docs/families.md",
     ]
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
-    insert(tmp_path, "olmo2", row, [case, other_case], line)
+    insert(tmp_path, "olmo2", row, [case, other_case], draws, line)
     modules = []
     for file in files[:2]:
         spec = spec_from_file_location("written", tmp_path / file)
         modules.append(module_from_spec(spec))
         spec.loader.exec_module(modules[-1])
+    assert (tmp_path / files[2]).read_text().count('"olmo2": SQUARE,') == 1
     printed = ast.literal_eval(f"{{{case}{other_case}}}")
     assert printed.items() <= modules[1].CASES.items()
     assert printed["olmo2_others"][1].items() >= {"rms_norm_eps": 1e-3, "attention_bias": True}.items()
@@ -64,7 +66,7 @@ def test_a_family_that_needs_another_fact_is_explained(capsys):
     assert new_family.main(["bitnet"]) == 1
     printed = capsys.readouterr().out
     assert "No row and no combination of facts computes bitnet." in printed
-    assert "- 2 tensors without a match: mlp.ffn_sub_norm, self_attn.attn_sub_norm of the folder" in printed
+    assert "- 2 tensors without a match: mlp.ffn_sub_norm [80], self_attn.attn_sub_norm [48] of the folder" in printed
     assert "modeling_bitnet.py" in printed
 
 

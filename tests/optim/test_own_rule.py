@@ -1,4 +1,4 @@
-"""The rules of docs/own_optimizers.md equal the formula, in every way that an optimizer steps, and mistakes are named."""
+"""The rules of docs/own_optimizers.md equal the formula, also in backward and after loading, and mistakes are named."""
 
 import re
 from pathlib import Path

@@ -10,6 +10,7 @@ from lean_ft.models.families.family import (
     flag,
     no_rope,
     partial_rope,
+    root_of_hidden_size,
 )
 from lean_ft.models.rope import RopeConfig
 from lean_ft.models.rope_settings import head_dim_of, rope_config
@@ -55,6 +56,18 @@ def _rope_of_some_features(fields: ConfigFields, layer: int, is_windowed: bool) 
     share = min(1.0, (fields.count("rotary_dim", most=head_dim, multiple_of=2) + 0.5) / head_dim)
     settings = {"rope_theta": 10_000.0, "partial_rotary_factor": share}
     return rope_config(fields, settings, "rotary_dim", may_be_partial=True, interleaved=True)
+
+
+def _falcon_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All heads share one key and value, unless `multi_query` is off."""
+    config = spelled({"ffn_hidden_size": "intermediate_size"}, (*_BY_HEAD, "intermediate_size"))(config)
+    hidden_size = config.get("hidden_size")
+    config = ({"intermediate_size": 4 * hidden_size} if isinstance(hidden_size, int) else {}) | config
+    return config | ({"num_key_value_heads": 1} if config.get("multi_query", True) else {})
+
+
+def _biogpt_multiplier(fields: ConfigFields) -> float:
+    return root_of_hidden_size(fields) if fields.flag("scale_embedding") else 1.0
 
 
 def _gpt2_scale(fields: ConfigFields) -> float | None:
@@ -191,6 +204,43 @@ OLDER: dict[str, Family] = {
         defaults={
             "activation_function": "relu", "layer_norm_eps": 1e-5, "tie_word_embeddings": True, "enable_bias": True,
             "intermediate_size": 3072, "max_position_embeddings": 2048,
+        },
+    ),
+    "biogpt": Family(
+        scores_as="BioGpt", rope=no_rope, activations=UNGATED_ACTIVATION_NAMES,
+        preprocessed=spelled({}, _BY_HEAD), prefix_on_disk="biogpt.", prefix_in_memory="biogpt.",
+        facts={
+            **_LAYER_NORM, **_EVERY_BIAS, "norm_eps": 1e-5, "position_row": 2,
+            "embedding_multiplier": _biogpt_multiplier,
+        },
+        on_disk={
+            "self_attn.o_proj": ("self_attn.out_proj",), "mlp.up_proj": ("fc1",), "mlp.down_proj": ("fc2",),
+            "input_layernorm": ("self_attn_layer_norm",), "post_attention_layernorm": ("final_layer_norm",),
+            "model.norm": ("model.layer_norm",), "lm_head": ("output_projection",),
+        },
+        defaults={
+            "intermediate_size": 4096, "hidden_act": "gelu", "max_position_embeddings": 1024, "scale_embedding": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon": Family(
+        scores_as="Falcon", norm_eps_field="layer_norm_epsilon", activation_field="activation",
+        activations=UNGATED_ACTIVATION_NAMES, preprocessed=_falcon_config,
+        only={"alibi": False, "new_decoder_architecture": False},
+        facts={
+            **_LAYER_NORM, **dict.fromkeys(_EVERY_BIAS, flag("bias")), "fused_qkv": True,
+            "qkv_by_head": lambda fields: not fields.flag("multi_query"),
+            "norm_placement": lambda fields: "parallel" if fields.flag("parallel_attn") else "pre",
+        },
+        prefix_on_disk="transformer.", prefix_in_memory="transformer.", layers="h",
+        on_disk={
+            **_MLP_ON_DISK, "self_attn.qkv_proj": ("self_attention.query_key_value",),
+            "self_attn.o_proj": ("self_attention.dense",), "model.embed_tokens": ("model.word_embeddings",),
+            "model.norm": ("model.ln_f",),
+        },
+        defaults={
+            "activation": "gelu", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "bias": False,
+            "max_position_embeddings": 2048, "multi_query": True, "parallel_attn": True,
         },
     ),
 }
