@@ -40,8 +40,8 @@ from shapes import EMBEDDED_MODEL, write_model_folder
 
 STEPS = ROOT / "benchmarks" / "pretended_steps.py"
 PRESETS = "gpt_oss_20b/qlora,qwen3_30b_a3b/qlora,qwen3_8b/qlora,llama3_2_3b/full,gemma4_26b_a4b/qlora"
-COLUMNS = ["preset", "planned allocated", "allocated", "planned reserved", "reserved", "planned step", "step", "tokens/s",
-    "planned launches", "launches"]  # fmt: skip
+COLUMNS = ["preset", "planned allocated", "allocated", "planned reserved", "reserved", "planned step", "step",
+    "tokens/s", "planned launches", "launches"]  # fmt: skip
 
 
 def start(preset: str, folder: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
