@@ -5,7 +5,7 @@
 Reads `results/`. lean_ft's bars of the upper panel are allocations on a simulated GPU (pretended_torchtune.py,
 pretended_ladder.py), and those of the lower panel were measured on a CPU (compare_torchtune.py). torchtune's bars are
 its published figures, and on the CPU its own recipe on the same machine. Writes `docs/assets/memory.png`, and all of
-its words and numbers into the file's description, which tests/benchmarks/test_draw_memory.py compares with the results.
+its words and numbers into the file's description, which tests/benchmarks/test_pictures.py compares with the results.
 """
 
 import json
@@ -17,9 +17,8 @@ from make_tables import find_result
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 from published_speed import TORCHTUNE
-from results import GIB, RESULTS, ROOT, Hardware, console, tokens_per_second
+from results import GIB, RESULTS, ROOT, Hardware, console, save_picture, tokens_per_second
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -150,17 +149,10 @@ def picture() -> Figure:
     return figure
 
 
-def words(figure: Figure) -> str:
-    """All words and numbers of a picture, a line each."""
-    texts = (text.get_text() for text in figure.findobj(Text) if isinstance(text, Text))
-    return "\n".join(" ".join(text.split()) for text in texts if text.strip())
-
-
 def main(path: Path = PICTURE) -> None:
     """Draw the picture."""
-    figure = picture()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Description": words(figure)})
+    save_picture(picture(), path)
     console.print(str(path.relative_to(ROOT)), markup=False)
 
 

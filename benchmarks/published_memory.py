@@ -148,8 +148,8 @@ def describe(result: dict[str, Any]) -> str:
         "memory that other projects publish, next to lean_ft's planned memory for an A100 without compilation; ours "
         "has checkpointing and 8-bit AdamW, full fine-tuning also steps in backward, and adapters on rows of 16,384 "
         "tokens and more, and on gpt-oss, offload activations and tile the MLP; mixtures have adapters on attention "
-        "and embeddings on the host; with driver: reserved by the allocator, plus 0.5 GiB for its context. Nothing is "
-        "measured here: planned"
+        "and embeddings on the host; with driver: reserved by the allocator, plus 0.5 GiB. Nothing is measured here: "
+        "planned"
     )
 
 

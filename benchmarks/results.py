@@ -220,6 +220,19 @@ def peaks(row: dict[str, Any], steady: str = "peak_memory_bytes") -> str:
     return gibibytes(row.get(steady)) + ("" if first is None else f" (first steps: {gibibytes(first)})")
 
 
+def words_of(figure: Any) -> str:
+    """All words and numbers of matplotlib's figure, a line each."""
+    from matplotlib.text import Text
+
+    texts = (text.get_text() for text in figure.findobj(Text))
+    return "\n".join(" ".join(text.split()) for text in texts if text.strip())
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Save a figure as PNG, with its words as the file's description: a test compares them with the results."""
+    figure.savefig(path, metadata={"Description": words_of(figure)}, pil_kwargs={"optimize": True})
+
+
 def gibibytes(count: float | None) -> str:
     """`3.12 GiB`, `640 MiB`; a dash for None."""
     if count is None:

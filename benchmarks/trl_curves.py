@@ -27,12 +27,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from measure import read_steps, recipe_command, run_measured
-from results import RESULTS, ROOT, Hardware, console, print_result, require_hardware, write_result
+from results import RESULTS, ROOT, Hardware, console, print_result, require_hardware, save_picture, write_result
 from shapes import EMBEDDED_MODEL, find_gsm8k
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 FACTOR, FLOOR = 10, 1e-5  # limit relative to the difference between TRL's runs, and the smallest difference that counts
+PICTURE = ROOT / "docs" / "trl_curves.png"
 MAX_LENGTH = 192  # longer rows are left out, so that nothing is truncated
 
 REWARD = '''"""Rewards of the comparison, recorded with what they are of."""
@@ -338,8 +339,8 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
     return cells
 
 
-def draw_chart(result: dict[str, Any], path: Path) -> None:
-    """Draw each objective's curves, and their difference below."""
+def picture(result: dict[str, Any]) -> Any:
+    """A figure of each objective's curves, and their difference below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -383,8 +384,7 @@ def draw_chart(result: dict[str, Any], path: Path) -> None:
         fontsize=10,
     )
     figure.tight_layout()
-    figure.savefig(path, pil_kwargs={"optimize": True})
-    plt.close(figure)
+    return figure
 
 
 def main(
@@ -395,7 +395,7 @@ def main(
         str, typer.Option(help=f"Rows to run, comma-separated: {', '.join(OBJECTIVES)}, with commas.")
     ] = "",
     results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
-    chart: Annotated[Path, typer.Option(help="Path of the chart.")] = ROOT / "docs" / "trl_curves.png",
+    chart: Annotated[Path, typer.Option(help="Path of the chart.")] = PICTURE,
 ) -> None:
     """Compare learning curves with TRL's."""
     hardware = require_hardware("cpu")
@@ -420,7 +420,7 @@ def main(
         folder=results_dir,
     )
     result = print_result(path, describe, COLUMNS, table_cells)
-    draw_chart(result, chart)
+    save_picture(picture(result), chart)
     failed = [row["label"] for row in rows if beyond(row)]
     for label in failed:
         console.print(f"the difference from TRL is larger than rounding explains: {label}", markup=False)

@@ -1,6 +1,7 @@
 """The figures in the sentences of README.md are those of the results."""
 
 import json
+import re
 from typing import Any
 
 import compare_torchtune
@@ -53,3 +54,12 @@ def test_the_real_gpu(readme):
     assert f"{min(times):.1f} to {max(times):.1f} times the planned time" in readme
     row = rows["gpt_oss_20b/qlora"]
     assert f"gpt-oss 20B trains {round(row['tokens'] / row['step_seconds'], -2):,.0f} tokens per second" in readme
+
+
+def test_a_real_gpu_reserved_what_the_simulated_one_did():
+    index = " ".join((ROOT / "docs" / "index.md").read_text().split())
+    [gib] = re.findall(r"a real H200 reserved the same to ([\d.]+) GiB", index)
+    rows = [{row["label"]: row for row in result(name)["rows"]} for name in ("pretended_ladder_presets", "gpu_presets")]
+    for label in re.findall(r"--config (\w+/qlora)`, reserves", index):
+        simulated, real = (table[label]["reserved_bytes"] / GIB for table in rows)
+        assert abs(real - simulated) <= float(gib)
