@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def run(recipe: str | Path | None = None, config: str | Path | None = None, **settings: object) -> Any:
     """Run a recipe, by name or path, with a preset and settings.
 
-    Returns the run directory of a training recipe (Path). `evaluate` returns its results (dict, as in evaluation.json),
+    Returns the run directory of a training recipe (Path). `evaluate` returns its results (dict),
     `quantize` the new folder (Path) and `generate` the texts (list[str]). `chat` returns None, and your own recipe what
     its `main` returns.
 

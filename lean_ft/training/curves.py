@@ -68,7 +68,7 @@ class Curves:
         seconds = sum(row.get("step_seconds") or 0.0 for row in steps)
         tokens = sum(row["tokens"] for row in steps)
         losses, held_out = self.points("loss")[1], self.points("eval_loss")[1]
-        right = next((values for name in _RIGHT if (values := self.points(name)[1])), [])
+        asked, right = next((points for name in _RIGHT if (points := self.points(name))[1]), ([], []))
         rewards, held_out_rewards = self.points("reward")[1], self.points("eval_reward")[1]
         return {
             "state": self.state and self.state.name,
@@ -79,7 +79,7 @@ class Curves:
             "diverged": not rewards and bool(losses) and has_diverged(losses[0], losses),
             "eval_loss": held_out[-1] if held_out else None,
             "lowest_eval_loss": min(held_out, default=None),
-            "right": right[-1] if right else None,
+            "right": right[-1] if right and asked[-1] > 0 else None,  # not before training
             "first_right": right[0] if right else None,
             "reward": rewards[-1] if rewards else None,
             "eval_reward": held_out_rewards[-1] if held_out_rewards else None,

@@ -45,6 +45,12 @@ def settings_of(cfg: RecipeConfig) -> Settings:
     return {**settings, "optimizer.lr_ratios": redact_values(optimizer.lr_ratios), **own}
 
 
+def set_keys(cfg: RecipeConfig) -> list[str]:
+    """Dotted keys of the settings that differ from the recipe's defaults."""
+    values = without_hashes(cfg.model_dump(mode="json", exclude_defaults=True))
+    return [key for key, _ in dotted(values)]
+
+
 def facts_that_ranks_share(cfg: RecipeConfig, batches: Batches) -> Settings:
     """The settings and data facts that must be equal on all ranks, by name."""
     data = {"data fingerprint": batches.fingerprint, "batches per epoch": batches.batches_per_epoch}
@@ -205,7 +211,9 @@ def record_start(
     with write_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     starts = read_starts(directory)
-    write_json(directory / RUN_FILE, {"starts": [*starts, {**facts, "settings": named}]}, 1, on_disk=True)
+    write_json(
+        directory / RUN_FILE, {"starts": [*starts, {**facts, "set": set_keys(cfg), "settings": named}]}, 1, on_disk=True
+    )
     _begun.add(directory.absolute())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lean_ft.export.upload import model_card
+from lean_ft.export.model_card import model_card
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.training.curves import draw_curves

@@ -12,7 +12,10 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from lean_ft.export import upload
+from lean_ft.export.model_card import model_card
 from lean_ft.hub import download as hub
+from lean_ft.hub.paths import resolve_model_path
+from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings.text import load_config
 from lean_ft.system.catalog import find_recipe, load_recipe
 from lean_ft.system.units import gibibytes
@@ -55,7 +58,7 @@ def test_a_run_is_pushed_and_comes_back_with_a_card(leanft, run: Path, server: H
     answer = leanft.ok("push", run, "me/mine")
     files, newest = files_of(server, "me/mine"), run / "step_00000003"
     assert answer.out == f"pushed  {server.url}/me/mine/commit/{server.repositories['me/mine'].revisions['main']}\n"
-    beside = {"README.md", "curves.png"}
+    beside = {"README.md", "config.yaml", "curves.png"}
     assert files.keys() - beside == {p.name for p in newest.iterdir()} - {"training_state", "manifest.json"}
     assert all(files[name] == (newest / name).read_bytes() for name in files.keys() - beside)
     assert files["curves.png"].startswith(b"\x89PNG")
@@ -71,9 +74,29 @@ def test_a_run_is_pushed_and_comes_back_with_a_card(leanft, run: Path, server: H
     assert f"| tokens | {sum(row.get('tokens', 0) for row in rows):,} |" in card
     assert f"| loss, first and last | {rows[0]['loss']:.4g}," in card
     assert f"| held-out loss | {rows[-1]['eval_loss']:.4g}" in card
-    assert "optimizer.lr: 2.0e-05" in card and '"tiny/train.jsonl"' in card and f"- torch: {torch.__version__}" in card
+    assert "optimizer.lr" not in card and "max_steps: 3" in card and "2.0e-05" in files["config.yaml"].decode()
+    assert (
+        card.index("## Results") < card.index("## Use") < card.index("## Settings")
+        and '"tiny/train.jsonl"' in card
+        and f"- torch: {torch.__version__}" in card
+    )
     assert "![Curves of the run](curves.png)" in card
-    assert TOKEN not in card and "[token]" in card and SIGNATURE not in card
+    config = files["config.yaml"].decode()
+    assert TOKEN not in card + config and "[token]" in config and SIGNATURE not in card
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["run", "adapter"])
+def test_the_code_of_a_card_answers(kind: str, request: pytest.FixtureRequest, tmp_path: Path, capsys) -> None:
+    source = find_finished(request.getfixturevalue(kind))
+    if kind == "adapter":
+        source = Path(shutil.copytree(source, tmp_path / kind))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(resolve_model_path("tiny") / name, source)
+    card = model_card(source, None, "me/mine", has_picture=False)
+    code = card.partition("```python\n")[2].partition("```")[0]
+    exec(code.replace("me/mine", str(source)).replace("max_new_tokens=200", "max_new_tokens=3"), {})
+    assert capsys.readouterr().out.strip() and ("With peft" in card) == (kind == "adapter")
 
 
 @pytest.mark.usefixtures("without_curves")
