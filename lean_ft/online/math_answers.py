@@ -11,7 +11,7 @@ from typing import Any
 
 _THOUGHT = re.compile(r"<think>|</think>")
 _MARKS = (re.compile(r"####"), re.compile(r"\banswer(?:\s+is\b\s*:?|\s*[:=])", re.IGNORECASE))
-_LAYOUT = re.compile(r"\\[()\[\],;:! ]|\\(?:left|right|displaystyle)(?![a-zA-Z])|\^\\circ|\^\{\\circ\}|\*\*|[$€£°]")
+_LAYOUT = re.compile(r"\\[()\[\],;:! ]|\\(?:left|right|displaystyle)(?![a-zA-Z])|\^\\circ|\^\{\\circ\}|\*\*|\\?[$€£°]")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(-?[\d.,]+)\}\s*\{([\d.,]+)\}|(\d)\s*(\d))")
 _NUMBER = re.compile(
