@@ -41,7 +41,10 @@ def settings() -> list[dict[str, Any]]:
     from lean_ft.settings.text import preset_recipe
     from lean_ft.system.catalog import find_preset, presets
 
-    names = [name for name in presets() if not name.startswith("tiny/")]
+    fine_tuning = ("finetune", "full_finetune_single_device")  # the batches of pretended_steps.py
+    names = [
+        name for name, file in presets().items() if not name.startswith("tiny/") and preset_recipe(file) in fine_tuning
+    ]
     rows = [
         {"label": name, "recipe": preset_recipe(find_preset(name)), "preset": name, "compiled": compiled}
         for name in names

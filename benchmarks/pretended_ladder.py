@@ -45,6 +45,7 @@ CARDS: dict[int, tuple[str, float]] = {
     80: ("A100", 79.1),
 }
 FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
+FINE_TUNING = ("finetune", FULL)
 CHUNKED = {"memory.loss_chunk_tokens": 1024}
 CHECKPOINTED = {**CHUNKED, "compile": True, "memory.activation_checkpointing": "full"}
 IN_BACKWARD = {**CHECKPOINTED, "optimizer.in_backward": True}
@@ -138,12 +139,12 @@ def optimizers() -> list[Setting]:
 
 
 def presets() -> list[Setting]:
-    """Every preset of a published model, on the GPU in its comment."""
+    """Every preset that fine-tunes a published model, on the GPU in its comment. The batches of `pretended_steps.py`
+    are those of fine-tuning."""
     rows = []
-    for name in shipped():
-        if name.startswith("tiny/"):
+    for name, file in shipped().items():
+        if name.startswith("tiny/") or preset_recipe(file) not in FINE_TUNING:
             continue
-        file = find_preset(name)
         said = re.search(r"on a GPU with (\d+) GB", file.read_text())
         recipe = preset_recipe(file)
         assert said is not None and recipe is not None, f"{name} names no card or no recipe"

@@ -75,7 +75,7 @@ def examples(page: str) -> str:
     for name, after in zip(names, [*names[1:], None], strict=True):
         if f"\n## `{name}`\n" not in page:
             section = _section(name, formats[name])
-            place = page.index(f"\n## `{after}`\n") if after else len(page)
+            place = page.index(f"\n## `{after}`\n" if after else "\n## Other shapes\n")
             page = page[:place] + section + page[place:]
     return page
 

@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar
@@ -78,6 +78,10 @@ Overrides = Annotated[
 # `run_command_line` also searches for this flag, because errors can occur before a verb's arguments are parsed.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
+# Given the Config of a recipe and the settings of preset and command line, returns a Config with other defaults, and
+# settings to add.
+Prepare = Callable[[type[BaseModel], Mapping[str, str]], tuple[type[BaseModel], list[str]]]
+
 
 def run_command(*arguments: str | Path, preset: Path) -> str:
     """Return a `leanft run` command to print, with a new output_dir if an earlier run uses the preset's."""
@@ -95,8 +99,10 @@ def load_run(
     given_by: str = COMMAND_LINE,
     processes: int = 1,
     runs: bool = False,
+    prepare: Prepare | None = None,
 ) -> tuple[ModuleType, Any]:
-    """Return the recipe that a command or its preset names, and the settings for `processes` processes.
+    """Return the recipe that a command or its preset names, and the settings for `processes` processes. `prepare` may
+    change what is required.
 
     Raises ValueError if the recipe or the preset cannot be found or read, if the preset is for another recipe, or
     without `runs`, if it names a recipe's file, since loading the file runs it.
@@ -118,8 +124,13 @@ def load_run(
             )
     if preset is not None:
         overrides = _without_unfitting(preset_values(preset), overrides)
-    cfg = load_config(module.Config, preset, overrides, given_by)
-    settings_of_user = {override.partition("=")[0] for override in overrides}
+    config_class = module.Config
+    if prepare is not None:
+        given = ({} if preset is None else preset_values(preset)) | dict(_split(word) for word in overrides)
+        config_class, more = prepare(config_class, given)
+        overrides = [*more, *overrides]
+    cfg = load_config(config_class, preset, overrides, given_by)
+    settings_of_user = {_split(override)[0] for override in overrides}
     if preset is not None and preset not in catalog.presets().values():
         settings_of_user |= preset_values(preset).keys()
     if isinstance(cfg, RecipeConfig) and "gradient_accumulation_steps" not in settings_of_user:
@@ -158,7 +169,7 @@ def batches_of(cfg: BaseModel, words: list[str]) -> list[str]:
 def _without_unfitting(preset: dict[str, str], overrides: list[str]) -> list[str]:
     """Append overrides that disable settings of the preset that do not fit the given ones, with a note for each
     reason."""
-    values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    values = dict(_split(override) for override in overrides)
     more = list[str]()
 
     def disable(settings: dict[str, str], reason: str) -> None:
@@ -177,6 +188,11 @@ def _without_unfitting(preset: dict[str, str], overrides: list[str]) -> list[str
     if (dtype := spelled_out(values.get("model.dtype", "bfloat16"))) != "bfloat16":
         disable({"optimizer.stochastic_rounding": "false"}, f"model.dtype={dtype} is not bfloat16.")
     return [*overrides, *more]
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, _, value = override.partition("=")
+    return key, value
 
 
 def _joined(words: list[str]) -> list[str]:

@@ -3,20 +3,24 @@
 import io
 import json
 import re
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from shlex import quote
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 import yaml
+from pydantic import BaseModel, create_model
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, load_run
 from lean_ft.cli.output import print_note, print_table, progress, stdout
+from lean_ft.data.embedded_models import FOR_TEXTS, FOR_TURNS, EmbeddedModel, embedded_model
+from lean_ft.hub.paths import EMBEDDED
 from lean_ft.settings import (
     DataConfig,
     OnlineConfig,
@@ -31,6 +35,7 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import gibibytes
 
 if TYPE_CHECKING:
+    from lean_ft.data.rows import Row
     from lean_ft.tokenizers import Tokenizer
 
 TRAINED, MASKED = Style(color="green", bold=True), Style(dim=True)
@@ -93,7 +98,7 @@ def stats(
     For a FILE, the fields of its rows decide the recipe, and model.path=tiny is the default.
     RECIPE and settings are the same as for `leanft run`.
     """
-    module, cfg = _settings(recipe, config, overrides)
+    module, cfg = _settings(recipe, config, overrides, takes_step=peak)
     from lean_ft.data import statistics
     from lean_ft.data.objective import objective_of
     from lean_ft.tokenizers import load_tokenizer
@@ -127,7 +132,7 @@ def stats(
         for length in candidates
     ]
     peaks = _peaks(module, cfg, cfg.data, candidates) if peak else {}
-    is_stand_in = cfg.model.path == "tiny"  # its short context says nothing about the user's model
+    is_stand_in = cfg.model.path in EMBEDDED  # its short context says nothing about the user's model
     column = (">peak",) if peak else ()
     print_table(
         (">max_length", ">rows cut", ">tokens lost", ">padding", ">packed rows", ">packed full", *column, ""),
@@ -194,11 +199,29 @@ def _remark(length: int, set_length: int, context_length: int | None) -> str:
     return ", ".join(filter(None, ("as set" if length == set_length else "", beyond)))
 
 
-def _settings(recipe: str | None, config: str | None, overrides: list[str] | None) -> tuple[ModuleType, Any]:
-    """Return the recipe and the settings of the run. Raise ValueError if the recipe has no data."""
+def _settings(
+    recipe: str | None, config: str | None, overrides: list[str] | None, takes_step: bool = False
+) -> tuple[ModuleType, Any]:
+    """Return the recipe and the settings of the run. Without `takes_step`, only `data` is required: an embedded model
+    reads the rows if there is no `model.path`, and other settings, such as `rewards`, may be missing. Raise
+    ValueError if the recipe has no data."""
     if recipe is not None and _names_data(recipe):
         recipe, overrides = _run_on_file(recipe, config, overrides or [])
-    module, cfg = load_run(recipe, config, overrides)
+    stand_in: EmbeddedModel | None = None
+
+    def prepare(config_class: type[BaseModel], given: Mapping[str, str]) -> tuple[type[BaseModel], list[str]]:
+        nonlocal stand_in
+        fields = config_class.model_fields
+        if issubclass(config_class, RecipeConfig) and {"model", "data"} <= fields.keys() and "model.path" not in given:
+            stand_in = _stand_in(given)
+        return config_class if takes_step else _of_rows(config_class), [*stand_in.settings] if stand_in else []
+
+    module, cfg = load_run(recipe, config, overrides, prepare=prepare)
+    if stand_in is not None:
+        if cfg.has_turns:
+            stand_in = FOR_TURNS
+            cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": stand_in.path})})
+        _note_stand_in(stand_in)
     data: Any = getattr(cfg, "data", None)
     data = data.rows([]) if isinstance(data, PromptDataConfig) else data
     if not isinstance(data, DataConfig) or not hasattr(cfg, "model"):
@@ -208,6 +231,36 @@ def _settings(recipe: str | None, config: str | None, overrides: list[str] | Non
     from lean_ft.data.objective import objective_of
 
     return module, cfg.model_copy(update={"data": objective_of(data).completed(data)})
+
+
+def _of_rows(config_class: type[BaseModel]) -> type[BaseModel]:
+    """Return a recipe's Config in which only `data` and `model` are required. Others are None or an empty list."""
+    optional: dict[str, Any] = {}
+    for name, field in config_class.model_fields.items():
+        annotation: Any = field.annotation
+        if field.is_required() and name not in ("data", "model"):
+            optional[name] = (annotation, []) if get_origin(annotation) is list else (annotation | None, None)
+    return create_model("Config", __base__=config_class, __module__=config_class.__module__, **optional)
+
+
+def _stand_in(given: Mapping[str, str]) -> EmbeddedModel:
+    """Return the embedded model that reads the first rows of the data of these settings."""
+    if "data.source" not in given:
+        return FOR_TEXTS
+    data, rows = _first_rows([f"{key}={value}" for key, value in given.items()])
+    names = data.columns.items()
+    fields = ({**row.fields, **{ours: row.fields.get(theirs) for ours, theirs in names}} for row in rows)
+    return embedded_model(fields)
+
+
+def _note_stand_in(model: EmbeddedModel) -> None:
+    settings = " ".join(model.settings)
+    because = f", because {model.because}" if model.because else ""
+    tokens, than = ("about 2.5 times as many", "as") if model == FOR_TEXTS else ("more", "than")
+    print_note(
+        f"tokens and chat template are those of {settings}{because}. It makes {tokens} tokens {than} a large "
+        "model. To see those of your model, add model.path=MODEL"
+    )
 
 
 def _with_tools(cfg: Any, tokenizer: "Tokenizer") -> Any:
@@ -241,29 +294,29 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     settings = [f"data.source={file}", *overrides]
     if config is not None:
         return None, settings
-    from lean_ft.data.formats import NUM_ROWS_TO_DETECT
     from lean_ft.data.objective import objectives
+
+    data, rows = _first_rows(settings)
+    fields = next((list(row.fields) for row in rows if row.problem is None), [])
+    names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
+    objective = next((candidate for candidate in objectives() if candidate.is_of_file(names, data.format)), None)
+    recipe = "finetune" if objective is None else objective.recipe
+    print_note(
+        f"shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE "
+        f"{quote(f'data.source={file}')}"
+    )
+    return recipe, [*([] if objective is None else objective.settings_of_file(names)), *settings]
+
+
+def _first_rows(settings: list[str]) -> tuple[DataConfig, list["Row"]]:
+    """Return the first rows of a run with these settings, and the settings of rows."""
+    from lean_ft.data.formats import NUM_ROWS_TO_DETECT
     from lean_ft.data.sources import RowSources
 
     of_rows = tuple(f"data.{name}" for name in RowsConfig.model_fields)
     of_file = [word for word in settings if word.startswith(of_rows)]
     data = load_run("finetune", None, ["model.path=tiny", *of_file])[1].data
-    rows = RowSources.of(data).first_rows(NUM_ROWS_TO_DETECT)
-    fields = next((list(row.fields) for row in rows if row.problem is None), [])
-    names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
-    objective = next((candidate for candidate in objectives() if candidate.is_of_file(names, data.format)), None)
-    recipe = "finetune" if objective is None else objective.recipe
-    defaults = ["model.path=tiny", *([] if objective is None else objective.settings_of_file(names))]
-    print_note(
-        f"shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE "
-        f"{quote(f'data.source={file}')}"
-    )
-    if not any(word.startswith("model.path") for word in overrides):
-        print_note(
-            "tokens and chat template are those of model.path=tiny, which makes about 2.5 times as many "
-            "tokens as a large model. To see those of your model, add model.path=MODEL"
-        )
-    return recipe, [*defaults, *settings]
+    return data, RowSources.of(data).first_rows(NUM_ROWS_TO_DETECT)
 
 
 def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: list[int]) -> dict[int, str]:

@@ -88,6 +88,7 @@ class ImageParts(PartType):
     mark = "<image>"
     not_read = "the row has an image, and model.images=none ignores images. Set model.images=frozen."
     remedy_of_prompt = "Use a vision model with model.images=frozen."
+    embedded_model = ("model.path=tiny-images", "model.images=frozen")
     feature = "Image"
 
     def claims(self, part: Mapping[str, Any]) -> bool:

@@ -39,6 +39,8 @@ class PartType:
     """The error for a row that shows such a part in a run that reads none."""
     remedy_of_prompt: ClassVar[str]
     """What to do about a prompt that shows such a part, if the model reads none."""
+    embedded_model: ClassVar[tuple[str, ...]] = ()
+    """Settings of the embedded model that reads such parts; empty if there is none."""
     feature: ClassVar[str]
     """The type of columns of `datasets` that decode such contents."""
 

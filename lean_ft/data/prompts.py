@@ -244,8 +244,5 @@ class PromptData(Objective):
     def is_of_file(self, fields: Set[str], format_name: str) -> bool:
         return "prompt" in fields and not any(fields >= {*format.required} for format in FORMATS.values())
 
-    def settings_of_file(self, fields: Set[str]) -> list[str]:
-        return ["rewards=exact_answer"]  # required, and not used: no completion is sampled
-
 
 OBJECTIVE = PromptData()

@@ -36,6 +36,7 @@ from lean_ft.generation import Completion
 from lean_ft.hub.paths import repository_name
 from lean_ft.models.device import resolve_device
 from lean_ft.online.episodes import Episode
+from lean_ft.online.math_answers import math_answer
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.settings import Reward
 from lean_ft.system.foreign_values import valid_text
@@ -98,10 +99,12 @@ def of_environment(pattern: str | None, environment_reward: Sequence[float | Non
 
 BUILT_IN: dict[str, Function] = {
     "exact_answer": exact_answer,
+    "math_answer": math_answer,
     "format": format_found,
     "length": length,
     "environment": of_environment,
 }
+READ_PATTERN = ("exact_answer", "format")
 
 
 def rewards_of(settings: Sequence[Reward | str | Function]) -> list[Reward]:
@@ -325,18 +328,18 @@ def _load(reward: Reward, load: Callable[[str], Any] = load_function) -> Functio
                 f"unknown reward '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} Expected "
                 f"{', '.join(BUILT_IN)}, your own function (my_rewards.py:name), or the folder of a reward model."
             )
-        built_in, pattern = BUILT_IN[reward.function], reward.pattern
-        if reward.function == "format" and pattern is None:
+        if reward.function == "format" and reward.pattern is None:
             raise ValueError(
                 "the reward `format` needs `pattern`, a regular expression. Set it: 'rewards={function: format, "
                 "pattern: ...}'."
             )
-        return partial(built_in, pattern)
-    if reward.pattern is not None:
+    if reward.pattern is not None and reward.function not in READ_PATTERN:
         raise ValueError(
-            f"rewards: only {' and '.join(BUILT_IN)} use `pattern`, and {reward.function} is your own function. Remove "
+            f"rewards: only {' and '.join(READ_PATTERN)} use `pattern`, and {reward.function} does not. Remove "
             "`pattern`."
         )
+    if ":" not in reward.function:
+        return partial(BUILT_IN[reward.function], reward.pattern)
     try:
         return load(reward.function)
     except ValueError as error:

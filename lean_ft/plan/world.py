@@ -97,8 +97,13 @@ class PlannedWorld(World):
     def read(self, contents: Callable[[], T], instead: Callable[[], T]) -> T:
         return instead()
 
-    def tokenizer(self, load: Callable[[], Tokenizer], planned: Mapping[str, Callable[[], object]]) -> Tokenizer:
-        return cast(Tokenizer, _LazyTokenizer(load, planned))
+    def tokenizer(
+        self,
+        load: Callable[[], Tokenizer],
+        load_for_a_plan: Callable[[], Tokenizer],
+        planned: Mapping[str, Callable[[], object]],
+    ) -> Tokenizer:
+        return cast(Tokenizer, _LazyTokenizer(load_for_a_plan, planned))
 
     def batches(self, read: Callable[[], T], largest: Callable[[], Batch]) -> T:
         return cast(T, (LargestBatches(self, largest), None))

@@ -103,7 +103,8 @@ class Reward(Settings):
     """One of several rewards: a function or a model."""
 
     function: FunctionName | None = None
-    """Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `format`, `length`, `environment`."""
+    """Your own function, `my_rewards.py:name`, or a built-in one: `exact_answer`, `math_answer`, `format`, `length`,
+    `environment`."""
     model: Name | None = None
     """Instead of a function, a reward model: a run of `reward`, its checkpoint, another folder, or org/name."""
     weight: float = 1.0

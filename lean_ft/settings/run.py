@@ -274,9 +274,9 @@ class OnlineConfig(AnswersConfig):
 
     data: PromptDataConfig
     rewards: list[Reward | FunctionName]
-    """Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`, `format`,
-    `length`, and `environment`, the environment's own reward), or a reward model's folder. Use {function or model,
-    weight, pattern} to set more."""
+    """Reward functions, added up: your own function `my_rewards.py:name`, a built-in one (`exact_answer`,
+    `math_answer`, `format`, `length`, and `environment`, the environment's own reward), or a reward model's folder. Use
+    {function or model, weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
     tools: ToolsConfig = ToolsConfig.model_validate({})
     environment: Annotated[OwnFactory, AfterValidator(check_function)] | None = None

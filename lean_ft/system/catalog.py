@@ -82,6 +82,11 @@ def shipped_config(model: str) -> Path | None:
     return next((file.parent for file in files if named.search(file.read_text(encoding="utf-8"))), None)
 
 
+def is_shipped_config(folder: Path) -> bool:
+    """Whether the folder holds presets of a model, with its config.json and without a tokenizer."""
+    return any(file.parent == folder for file in presets().values())
+
+
 def find_recipe(name_or_path: str) -> Path | Alias:
     """Return a recipe's file or alias, given by name or path. Raises ValueError with the nearest name."""
     return _find(name_or_path, {**recipes(), **aliases()}, what="recipe", suffixes=(".py",))

@@ -51,9 +51,14 @@ class World:
         """Return what depends on the contents of files or on a user's code. A plan calls `instead`."""
         return contents()
 
-    def tokenizer(self, load: Callable[[], "Tokenizer"], planned: Mapping[str, Callable[[], object]]) -> "Tokenizer":
-        """Load a tokenizer. A plan loads it on first use, since it may not need one, and reads the attributes `planned`
-        without it: each function returns the value of one."""
+    def tokenizer(
+        self,
+        load: Callable[[], "Tokenizer"],
+        load_for_a_plan: Callable[[], "Tokenizer"],
+        planned: Mapping[str, Callable[[], object]],
+    ) -> "Tokenizer":
+        """Load a tokenizer. A plan loads its own on first use, since it may not need one, and reads the attributes
+        `planned` without it: each function returns the value of one."""
         return load()
 
     def batches(self, read: Callable[[], T], largest: Callable[[], "Batch"]) -> T:

@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from lean_ft.gguf.cache import names_gguf_file
 from lean_ft.hub.paths import planned_model_path, resolve_model_path
 from lean_ft.settings import ModelConfig
+from lean_ft.system.catalog import is_shipped_config
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.whole_files import read_json, read_text
 from lean_ft.system.world import world
@@ -56,7 +57,13 @@ def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = 
         else:
             path = path.path
     planned = {"media": lambda: read_media(planned_model_path(path)) if has_tower else ()}
-    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, has_tower), planned)
+
+    def load_for_a_plan() -> Tokenizer:
+        """A preset's folder has no tokenizer. A plan reads no text, so that of an embedded model has all it needs."""
+        is_shipped = is_shipped_config(planned_model_path(path))
+        return _load_tokenizer("tiny-tools" if is_shipped else path, chat_template, has_tower and not is_shipped)
+
+    return world().tokenizer(lambda: _load_tokenizer(path, chat_template, has_tower), load_for_a_plan, planned)
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

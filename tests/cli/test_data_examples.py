@@ -22,8 +22,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "data_by_example.md").read_text()
 FORMATS: dict[str, dict[str, Any]] = yaml.safe_load(EXAMPLES.read_text())
 FIRST = ("messages",)
 NEEDS_TEMPLATE = ("tools", "reasoning")  # the page shows these with Qwen3's template
-EXTRA_SETTINGS = {"grpo": ["rewards=[exact_answer]"], "ppo": ["rewards=[exact_answer]"]}
-EXTRA_SETTINGS |= {"online_dpo": ["rewards=[exact_answer]"], "distill": ["distill.teacher=tiny"]}
 
 
 def section_of(name: str) -> str:
@@ -84,8 +82,8 @@ def test_an_example_is_read_by_its_recipes_and_shown_on_the_page(leanft, tmp_pat
     assert [json.loads(row) for row in shown_json.split("\n\n")] == rows
     model = request.getfixturevalue("chatml_model") if name in NEEDS_TEMPLATE else ["model.path=tiny"]
     for number, recipe in enumerate(example["recipes"]):
-        settings = [*example.get("settings", ()), *EXTRA_SETTINGS.get(recipe, ())]
-        preview = leanft.quiet("data", "preview", recipe, *model, f"data.source={file}", *settings, "-n", "9")
+        settings = [*model, *example.get("settings", ())]
+        preview = leanft.quiet("data", "preview", recipe, f"data.source={file}", *settings, "-n", "9")
         assert "fields not read" not in preview.out
         if number == 0:
             texts = compact(preview.out.rpartition("\nfrom ")[0])

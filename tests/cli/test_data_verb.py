@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from PIL import Image
 from transformers import AutoTokenizer
 
 from lean_ft.data import prepare_batches
@@ -132,16 +133,55 @@ def test_a_file_alone_is_shown_as_its_rows_are_trained(leanft, tmp_path, monkeyp
     row, recipe = FILES[format]
     other = row | {"label": "bad"} if row.get("label") == "good" else row
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(other)}\n")
-    rewards = ["rewards=[length]"] if recipe == "grpo" else []
     multi_label = ["data.multi_label=true"] if "labels" in row else []
     for verb in ("stats", "preview"):
-        named = leanft("data", verb, recipe, "model.path=tiny", "data.source=rows.jsonl", *rewards, *multi_label)
+        named = leanft("data", verb, recipe, "model.path=tiny", "data.source=rows.jsonl", *multi_label)
         alone = leanft("data", verb, "rows.jsonl")
         assert (alone.code, alone.out) == (0, named.out), alone.err
         assert format.rstrip(", ") in alone.out
         assert f"the recipe {recipe} reads" in alone.err and "add model.path=MODEL" in alone.err
     with_model = leanft("data", "preview", "rows.jsonl", "model.path=tiny", "data.max_bad_rows=3")
     assert with_model.code == 0 and "model.path=MODEL" not in with_model.err
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+SAID = {"role": "assistant", "content": "Red."}
+ASKED = {"role": "user", "content": "Which color?"}
+SHOWN = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which color?"}]}
+EMBEDDED = {  # recipe, row, settings, the embedded model, what only it shows
+    "a field of images": ("finetune", {"messages": [ASKED, SAID], "images": ["a.png"]}, [], "tiny-images", "[image "),
+    "a renamed field": (
+        "finetune",
+        {"prompt": "q", "completion": "a", "photo": "a.png"},
+        ["data.columns.images=photo"],
+        "tiny-images",
+        "[image ",
+    ),
+    "an image of a pair": ("dpo", {"prompt": [SHOWN], "images": ["a.png"], "chosen": "a", "rejected": "b"}, [],
+        "tiny-images", "[image "),
+    "an image of a prompt": ("grpo", {"prompt": [SHOWN], "images": ["a.png"]}, [], "tiny-images", "[image "),
+    "tools": ("distill", {"messages": [ASKED, SAID], "tools": [TOOL]}, [], "tiny-tools",
+        "<tools>"),
+    "a call in JSON": ("finetune", {"messages": json.dumps([ASKED, CALL])}, [], "tiny-tools", "<tool_call>"),
+    "tools of the run": ("ppo", {"prompt": "2 + 3"}, ["tools=[calculator]"], "tiny-tools", "arithmetic expression"),
+    "texts": ("online_dpo", {"prompt": "2 + 3"}, [], "tiny", "<|user|>2 + 3"),
+}  # fmt: skip
+
+
+@pytest.mark.first(3)
+@pytest.mark.parametrize("case", EMBEDDED)
+def test_an_embedded_model_that_reads_the_rows_shows_them(leanft, tmp_path, monkeypatch, case: str):
+    monkeypatch.chdir(tmp_path)
+    recipe, row, settings, model, shown = EMBEDDED[case]
+    Image.new("RGB", (8, 8), "red").save("a.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    answer = leanft.ok("data", "preview", recipe, "data.source=rows.jsonl", *settings)
+    assert shown in answer.out
+    assert f"those of model.path={model}" in answer.err
+    named = leanft("data", "preview", recipe, "model.path=tiny", "data.source=rows.jsonl", *settings)
+    assert (shown in named.out) == (model == "tiny"), named.out
+    assert "those of model.path" not in named.err
 
 
 @pytest.mark.long
