@@ -343,7 +343,7 @@ def _override_value(key: str, text: str, schema: Schema) -> JSON:
     return Plain() if value is None else value
 
 
-def _without_brackets(key: str, text: str) -> list[str]:
+def _without_brackets(key: str, text: str) -> JSON:
     """Return the items of `a,b`. Raises ValueError for commas that may be a part of a text."""
     if "," not in text:
         return [Plain(text)]

@@ -115,7 +115,7 @@ def _factory(value: object) -> Callable[..., Any] | None:
 
 
 def _as_text(value: Callable[..., Any]) -> str:
-    owner = value.original if isinstance(value, Copies) else value
+    owner: Any = value.original if isinstance(value, Copies) else value
     while isinstance(owner, partial):
         owner = owner.func
     owner = inspect.unwrap(getattr(owner, "__func__", owner))
