@@ -5,6 +5,7 @@ because it would have no effect.
 """
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from lean_ft.optim.rule import Rule
 from lean_ft.settings import OptimizerConfig
-from lean_ft.settings.text import to_yaml
 from lean_ft.system.shards import part_of, whole_shape
 from lean_ft.system.spelling import did_you_mean
 
@@ -126,4 +126,4 @@ def _span(param: Tensor, tensor: Tensor) -> int:
 
 def _as_typed(value: Any) -> str:
     """The value as it is typed in a command."""
-    return to_yaml(list(value) if isinstance(value, tuple) else value, flow=True)
+    return json.dumps(value)
