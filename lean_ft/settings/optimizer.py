@@ -71,7 +71,7 @@ class OptimizerConfig(Settings):
     """Round updates of bfloat16 weights up or down at random, so that small updates are not lost."""
 
     @cached_property
-    def rule(self) -> Callable[..., Any]:
+    def rule(self) -> Callable[..., object]:
         """The user's class or function that `name` names, also in a plan. It stays the same for the whole run, also if
         its file is edited."""
         return load_code(self.name)
