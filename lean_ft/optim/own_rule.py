@@ -5,21 +5,20 @@ because it would have no effect.
 """
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lean_ft.optim.rule import Rule
 from lean_ft.settings import OptimizerConfig
-from lean_ft.settings.text import to_yaml
 from lean_ft.system.shards import part_of, whole_shape
 from lean_ft.system.spelling import did_you_mean
 
 # Settings of the optimizer that a rule may use, by the values with which it may ignore them.
-SETTINGS: Mapping[str, Any] = {
+SETTINGS: Mapping[str, object] = {
     "betas": OptimizerConfig.model_fields["betas"].default,
     "eps": OptimizerConfig.model_fields["eps"].default,
     "momentum": None,
@@ -69,7 +68,7 @@ def _made(cfg: OptimizerConfig, compile: bool) -> Rule | Callable[[nn.Parameter]
     return _checked(make(**{name: values[name] for name in named if name in values}), setting)
 
 
-def _checked(made: Any, setting: str) -> Rule | Callable[[nn.Parameter], Rule]:
+def _checked(made: object, setting: str) -> Rule | Callable[[nn.Parameter], Rule]:
     if isinstance(made, Rule):
         for method in ("init_state", "update"):
             if getattr(type(made), method) is getattr(Rule, method):
@@ -83,7 +82,7 @@ def _checked(made: Any, setting: str) -> Rule | Callable[[nn.Parameter], Rule]:
     )
 
 
-def _rule_of(made: Any, setting: str) -> Rule:
+def _rule_of(made: object, setting: str) -> Rule:
     checked = _checked(made, setting)
     if not isinstance(checked, Rule):
         raise ValueError(f"{setting}: the function of a parameter returned a {type(made).__name__}; expected a Rule.")
@@ -124,6 +123,6 @@ def _span(param: Tensor, tensor: Tensor) -> int:
     return param.numel() // tensor.numel()
 
 
-def _as_typed(value: Any) -> str:
+def _as_typed(value: object) -> str:
     """The value as it is typed in a command."""
-    return to_yaml(list(value) if isinstance(value, tuple) else value, flow=True)
+    return json.dumps(value)

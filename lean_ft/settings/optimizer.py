@@ -100,7 +100,7 @@ class OptimizerConfig(Settings):
         return self.lr
 
     @cached_property
-    def rule(self) -> Callable[..., Any]:
+    def rule(self) -> Callable[..., object]:
         """The user's class or function that `name` names, also in a plan. It stays the same for the whole run, also if
         its file is edited."""
         return load_code(self.name)

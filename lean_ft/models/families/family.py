@@ -115,7 +115,7 @@ class Family:
     # Further facts of LayerConfig, by the layers with a window and the layer's number.
     layer_facts: Callable[[ConfigFields, Sequence[bool], int], Mapping[str, Any]] = lambda *_: {}
     # Fields that change the computation, with the values that the row computes. Other values are refused.
-    only: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, object] = field(default_factory=dict)
     # Rewrites a config.json to the spelling that the row reads.
     preprocessed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     # Mixers by layer type, and the layer type if config.json lists none. "hybrid" is a mixer in parallel to attention.
