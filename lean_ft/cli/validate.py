@@ -87,8 +87,7 @@ def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[
             check_dtype(model.dtype if model else "float32", resolve_device(device))
     if isinstance(cfg, RecipeConfig):
         with _gathered(problems):
-            earlier = read_earlier(cfg, quick=True)
-            decide_start(hold_rate(cfg, earlier), earlier=earlier)
+            decide_start(hold_rate(cfg, read_earlier(cfg, quick=True), log=False))
     if isinstance(cfg, RecipeConfig) and cfg.eval_tasks:
         with _gathered(problems):
             find_tasks(cfg.eval_tasks)
