@@ -22,7 +22,7 @@ from lean_ft.data import Batch
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.plan.devices import Device, find_device
 from lean_ft.plan.rehearsal import rehearse
-from lean_ft.settings.text import load_config, preset_recipe
+from lean_ft.settings.text import load_config, preset_recipe, preset_values
 from lean_ft.system import catalog
 from lean_ft.system.units import GIB
 from lean_ft.training import Run
@@ -188,12 +188,19 @@ SHORTER = {
 }
 
 
+def shorter(preset: str) -> tuple[str, ...]:
+    """The settings that shorten a preset's plan. The comment of a planned preset of a published model needs the whole
+    plan."""
+    values, settings = preset_values(catalog.find_preset(preset)), SHORTER.get(preset.partition("/")[2], ())
+    return tuple(word for word in settings if word != f"batch_size={values.get('batch_size', 8)}")
+
+
 def plan(name: str, folder: Path, *settings: str) -> dict[str, Any]:
     """Plan a preset from the config.json next to it; return `peak`, `reserved` and the peak's `labels`, in bytes."""
     file = catalog.find_preset(name)
     recipe = catalog.load_recipe(catalog.find_recipe(preset_recipe(file) or ""))
     own = [] if name.startswith("tiny/") else [f"model.path={file.parent}"]  # never a model of the Hub's cache
-    own += SHORTER.get(file.stem, ())
+    own += shorter(name)
     cfg = load_config(recipe.Config, file, [*own, f"output_dir={folder}/run", "device=cuda", *settings])
     found = rehearse(recipe, cfg, card_of(file))
     return {"peak": found.peak_bytes, "reserved": found.reserved_bytes, "labels": found.peak.bytes_by_label}
