@@ -151,7 +151,7 @@ def source_files(source: str) -> list[Path] | None:
     hint = f" Did you mean '{beside[close]}'?" if close else ""
     if "," in source:
         listed = quote(f"data.source=[{source}]")
-        hint = f" A text with a comma is one path. A list of files has brackets, and quotes for the shell, such as {listed}."
+        hint = f" A text with a comma is one path. A list has brackets, and quotes for the shell, such as {listed}."
     raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.{hint}")
 
 
