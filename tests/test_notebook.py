@@ -31,7 +31,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the blocks of the page ran, in a process of their own and without the command line."""
     folder = tmp_path_factory.mktemp("notebook")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     assert max(map(len, "".join(blocks).splitlines())) <= 76, "the site's column"
     blocks.append(
         "json.dump({'answers': answers, 'drawn': drawn, 'shape': logits.shape, 'losses': losses, 'results': results}, "

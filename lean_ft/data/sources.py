@@ -150,8 +150,8 @@ def source_files(source: str) -> list[Path] | None:
     close = nearest(path.stem, beside)  # without the endings, which most files share
     hint = f" Did you mean '{beside[close]}'?" if close else ""
     if "," in source:
-        listed = quote(f"[{source}]")
-        hint = f" A text with a comma is one path. A list of files has brackets, and quotes for the shell: {listed}."
+        listed = quote(f"data.source=[{source}]")
+        hint = f" A text with a comma is one path. A list has brackets, and quotes for the shell, such as {listed}."
     raise ValueError(f"data source {source} does not exist; expected {EXPECTED}.{hint}")
 
 
