@@ -342,12 +342,15 @@ def counterexample(row: Family, search: Search) -> tuple[str, Checkpoint] | None
 
 
 def without_untried(row: Family, search: Search) -> Family:
-    """The row that refuses the other value of flags that it does not read and that nothing compared it with."""
+    """The row that refuses values with which nothing compared it: other texts in fields that it does not read, and the
+    other value of flags with which transformers computes nothing."""
     config = search.checkpoints[0].config
-    for name, reason in search.untried.items():
-        if read(row, {**config, name: not config[name]}) == read(row, config):
+    others: dict[str, Any] = {name: not config[name] for name in search.untried}
+    others |= {name: f"not {value}" for name, value in search.own.items() if isinstance(value, str) and name in config}
+    for name, other in others.items():
+        if read(row, {**config, name: other}) == read(row, config):
             row = replace(row, only={**row.only, name: config[name]})
-            search.say(f"the row refuses {name}={not config[name]}, which transformers does not compute: {reason[:80]}")
+            search.say(f"the row refuses other values of {name} than {config[name]}: nothing was compared with them")
     return row
 
 
