@@ -54,7 +54,7 @@ from lean_ft.data.formats import NUM_ROWS_TO_DETECT
 from lean_ft.data.sft import SFTReader
 from lean_ft.data.sources import RowSources
 from lean_ft.export import export_gguf
-from lean_ft.export.upload import _results
+from lean_ft.export.model_card import _results
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.open import gguf_folder
 from lean_ft.gguf.splitting import QWEN2_PATTERN

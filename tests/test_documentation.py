@@ -500,7 +500,9 @@ def test_a_document_names_only_what_is_there(document, commands, scripts):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_code_in_a_document_fits_the_column_of_the_site(document):
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL)
-    assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
+    whole = ";base64,", "<|"  # a data URL, or a line of rendered text, is not broken
+    lines = [line for block in blocks for line in block.splitlines() if not any(part in line for part in whole)]
+    assert [line for line in lines if len(line) > 76] == []
 
 
 @pytest.mark.long

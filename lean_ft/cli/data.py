@@ -19,7 +19,6 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, load_run
 from lean_ft.cli.output import print_note, print_table, progress, stdout
-from lean_ft.data.embedded_models import FOR_TEXTS, FOR_TURNS, EmbeddedModel, embedded_model
 from lean_ft.hub.paths import EMBEDDED
 from lean_ft.settings import (
     DataConfig,
@@ -35,6 +34,7 @@ from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import gibibytes
 
 if TYPE_CHECKING:
+    from lean_ft.data.embedded_models import EmbeddedModel
     from lean_ft.data.rows import Row
     from lean_ft.tokenizers import Tokenizer
 
@@ -219,6 +219,8 @@ def _settings(
     module, cfg = load_run(recipe, config, overrides, prepare=prepare)
     if stand_in is not None:
         if cfg.has_turns:
+            from lean_ft.data.embedded_models import FOR_TURNS  # here, because it imports numpy
+
             stand_in = FOR_TURNS
             cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": stand_in.path})})
         _note_stand_in(stand_in)
@@ -243,8 +245,10 @@ def _of_rows(config_class: type[BaseModel]) -> type[BaseModel]:
     return create_model("Config", __base__=config_class, __module__=config_class.__module__, **optional)
 
 
-def _stand_in(given: Mapping[str, str]) -> EmbeddedModel:
+def _stand_in(given: Mapping[str, str]) -> "EmbeddedModel":
     """Return the embedded model that reads the first rows of the data of these settings."""
+    from lean_ft.data.embedded_models import FOR_TEXTS, embedded_model
+
     if "data.source" not in given:
         return FOR_TEXTS
     data, rows = _first_rows([f"{key}={value}" for key, value in given.items()])
@@ -253,7 +257,9 @@ def _stand_in(given: Mapping[str, str]) -> EmbeddedModel:
     return embedded_model(fields)
 
 
-def _note_stand_in(model: EmbeddedModel) -> None:
+def _note_stand_in(model: "EmbeddedModel") -> None:
+    from lean_ft.data.embedded_models import FOR_TEXTS
+
     settings = " ".join(model.settings)
     because = f", because {model.because}" if model.because else ""
     tokens, than = ("about 2.5 times as many", "as") if model == FOR_TEXTS else ("more", "than")

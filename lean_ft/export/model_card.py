@@ -177,12 +177,12 @@ def _table(results: dict[str, str]) -> list[str]:
     return ["| | |", "|---|---:|", *(f"| {_escaped(name)} | {value} |" for name, value in results.items())]
 
 
-def _escaped(text: Any) -> str:
+def _escaped(text: object) -> str:
     """Foreign text as Markdown that shows it, redacted first, since a secret between backslashes is not found."""
     return re.sub(r"([\\`*{}\[\]<>|#~$&])", r"\\\1", on_one_line(redact(str(text))))
 
 
-def _code(text: Any) -> str:
+def _code(text: object) -> str:
     """Foreign text as a code span of Markdown."""
     text = on_one_line(str(text))
     fence = _fence(text, 1)

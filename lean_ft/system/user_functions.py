@@ -176,21 +176,23 @@ def load_function(value: str, planned: Callable[..., Any] | None = None) -> Call
     if the file is missing, fails or lacks the function.
     """
 
-    def checked() -> Any:
-        check_function(value)
-        return planned
-
-    return world().read(lambda: _load(value, _function), checked)
+    return _in_world(value, _function, planned)
 
 
 def load_factory(value: str) -> Callable[..., Any]:
     """Return what makes the objects FILE.py:NAME: a class, a function, or copies of an object with `reset`. Raises
     ValueError as `load_function` does."""
+    return _in_world(value, _factory, None)
 
+
+def _in_world(
+    value: str, read: Callable[[object], Callable[..., Any] | None], planned: Callable[..., Any] | None
+) -> Callable[..., Any]:
     def checked() -> Any:
         check_function(value)
+        return planned
 
-    return world().read(lambda: _load(value, _factory), checked)
+    return world().read(lambda: _load(value, read), checked)
 
 
 def load_code(value: str) -> Callable[..., Any]:

@@ -173,7 +173,7 @@ def test_answers_match_exactly_or_by_pattern(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([], r"set tasks=\[...\], data.source=FILE, or both"),
+        ([], "set tasks=..., data.source=FILE, or both"),
         (["tasks=[nowhere.yaml]"], "no such file: nowhere.yaml"),
     ],
 )
