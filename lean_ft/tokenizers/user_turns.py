@@ -4,10 +4,9 @@ The template renders a few short chats. What it writes before and after a user m
 header and closing. A template that writes the system message into the user's turn (Gemma, Llama 2) is recognized too.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Self
+from typing import Any, Self
 
 from lean_ft.tokenizers.tokenizer import Tokenizer
 
@@ -58,7 +57,7 @@ class UserTurns:
         return message.rpartition(self.after_system)[2] if self.after_system else message
 
 
-def _rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> str:
+def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
     """The text of a chat and of the prompt for the next answer, as decoded ids have it."""
     return tokenizer.decode(tokenizer.render(messages, add_generation_prompt=True)[0])
 
