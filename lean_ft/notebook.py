@@ -163,8 +163,9 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a number or array of numpy or torch as Python's, a function as the text that stands for it, a model of
-    pydantic as a dict, others as text. Raises ValueError for an object that has no text."""
+    """Return a value as plain Python: numbers and arrays of numpy or torch as numbers and lists, a model of pydantic as
+    a dict, a function as its setting's text, and other objects as text. Raises ValueError for an object that has
+    none."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     if hasattr(value, "tolist"):

@@ -7,7 +7,6 @@ leanft evaluate runs/tiny_lora tasks=my_task.yaml       # your own task file; ne
 Results are added to evaluation.json in the run directory, or to the file `output`; the answers are in a file beside it.
 """
 
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -16,17 +15,15 @@ from lean_ft.data import EvalBatches, prepare_batches
 from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
-from lean_ft.peft.finished_models import find_finished
 from lean_ft.quantize.held_out_loss import mean_loss
 from lean_ft.settings import AskedModelConfig, Device, FilePath, Name, Settings, SFTDataConfig
 from lean_ft.settings.base import RegularExpression
 from lean_ft.system.log import say
-from lean_ft.system.run_directory import METRICS_FILE
 from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training import answer_held_out
 from lean_ft.training.answers import AnswerReport, all_are_questions
-from lean_ft.training.kept_evaluations import keep_answers, keep_tasks
+from lean_ft.training.kept_evaluations import ResultsFile
 
 
 class Config(Settings):
@@ -63,28 +60,23 @@ def main(cfg: Config) -> dict[str, Any]:
         find_tasks(cfg.tasks)  # fails before the model is loaded
     asked = cfg.model.for_texts() if cfg.data is None else cfg.model
     model, tokenizer = open_model(asked, cfg.adapter, cfg.device)
+    adapters = [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter
+    file = ResultsFile.of([*([cfg.model.path] if cfg.model.path != "auto" else []), *adapters], cfg.output)
     results: dict[str, Any] = {}
-    file, name = results_file(cfg)
     if cfg.data is not None:
         results["answers"], report = ask_file(cfg, cfg.data, model, tokenizer)
-        if file is not None:
-            beside = keep_answers(file, name, questions_of(cfg, cfg.data), results["answers"], report)
-            say("results", str(file))
-            if beside is not None:
-                say("", f"{beside}: each answer")
+        file.keep_answers(questions_of(cfg, cfg.data), results["answers"], report)
     if cfg.tasks:
         tokenizer.check_template_kwargs(cfg.chat_template_kwargs, tokenizer.template_names if cfg.chat else ())
         tokenizer.chat_template_kwargs |= cfg.chat_template_kwargs
-        asked = {"num_fewshot": cfg.num_fewshot, "limit": cfg.limit, "chat": cfg.chat, "seed": cfg.seed}
-        results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, **asked)
-        for task, told in results["tasks"].items():
-            say(task, ", ".join(f"{name} {number(value)}" for name, value in told.items()))
-        if file is not None:
-            kwargs = {"chat_template_kwargs": cfg.chat_template_kwargs} if cfg.chat_template_kwargs else {}
-            keep_tasks(file, name, asked | kwargs | summed(cfg), results["tasks"])
-            say("results", str(file))
-    if file is None:
-        say("results", "printed only, because the model is not in a run directory; set output=FILE to save them")
+        how = {"num_fewshot": cfg.num_fewshot, "limit": cfg.limit, "chat": cfg.chat, "seed": cfg.seed}
+        results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, **how)
+        for task, metrics in results["tasks"].items():
+            say(task, ", ".join(f"{name} {number(value)}" for name, value in metrics.items()))
+        kwargs = {"chat_template_kwargs": cfg.chat_template_kwargs} if cfg.chat_template_kwargs else {}
+        file.keep_tasks(how | kwargs, results["tasks"])
+    where = "printed only, because the model is not in a run directory; set output=FILE to save them"
+    say("results", str(file.path or where))
     return results
 
 
@@ -110,23 +102,4 @@ def questions_of(cfg: Config, data: SFTDataConfig) -> dict[str, Any]:
     """The settings that choose the questions and compare the answers."""
     asked = data.model_dump(mode="json", exclude_defaults=True, exclude={"num_processes", "cache_dir", "cache_gib"})
     seed = {"seed": cfg.seed} if data.validation_fraction else {}
-    return {"data": asked, "pattern": cfg.pattern, "limit": cfg.limit, **seed, **summed(cfg)}
-
-
-def models_of(cfg: Config) -> list[str]:
-    adapters = [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter
-    return [*([cfg.model.path] if cfg.model.path != "auto" else []), *adapters]
-
-
-def summed(cfg: Config) -> dict[str, Any]:
-    """The adapters on the model whose name a result has."""
-    return {"adapters": models_of(cfg)[1:]} if models_of(cfg)[1:] else {}
-
-
-def results_file(cfg: Config) -> tuple[Path | None, str]:
-    """The file for the results, if there is one, and the model's name in it."""
-    folder = find_finished(models_of(cfg)[0])
-    file = cfg.output
-    if file is None and (folder.parent / METRICS_FILE).is_file():
-        file = folder.parent / "evaluation.json"
-    return file, folder.name
+    return {"data": asked, "pattern": cfg.pattern, "limit": cfg.limit, **seed}

@@ -133,8 +133,8 @@ class Decoder(nn.Module):
             recorded_experts: (B, T, choices) integers, the experts that a cache recorded for the tokens
                 (`KVCache.experts`). They replace the routers' choices; their weights are those of the present logits.
                 0: the router chooses.
-            inputs: what some tokens stand for, by name. A model with a vision tower reads the inputs of
-                `lean_ft.models.vision.inserts`. An input of None is absent.
+            inputs: further inputs by name. `lean_ft.models.vision.inserts` lists those that a model with a vision tower
+                reads. None is the same as no input.
 
         If ranks share a row, input_ids, is_token and the result are this rank's tokens; positions (required),
         cu_seqlens and prefixes are those of the whole row. With a cache every rank has whole rows, and heads may be

@@ -156,7 +156,7 @@ def _rms_norm_on_gpu(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm by PyTorch's kernel, which keeps as little for backward as `RMSNormFunction`."""
     if x.is_cuda:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    # A planned GPU, whose tensors are on the CPU. The compiler makes kernels of its own.
+    # A plan of a GPU has its tensors on the CPU. Compiled layers have kernels of the compiler instead of this one.
     norm = RMSNormFunction if torch.compiler.is_compiling() else _PlannedRMSNorm
     return norm.apply(x, x.new_ones(()) if weight is None else weight, eps, 0.0)
 

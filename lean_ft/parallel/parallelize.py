@@ -101,8 +101,8 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
 
 
 def _shard_tower(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, how: dict[str, Any]) -> set[nn.Parameter]:
-    """Shard a vision tower that trains, with a unit per block. Return the parameters of a frozen one, which each rank
-    keeps whole: it embeds the parts of its own rows, and no rank waits for another."""
+    """Shard a vision tower that trains, with a unit per block. Return the parameters of a frozen tower. Each rank keeps
+    these whole, so no rank waits for another to encode its rows."""
     from torch.distributed.fsdp import fully_shard
 
     tower = model.vision

@@ -102,7 +102,7 @@ class Settings(BaseModel):
 
     @classmethod
     def meanings_of_null(cls) -> dict[str, str]:
-        """The values that null stands for, by dotted key, if they differ between recipes."""
+        """What null means for a setting whose default differs between recipes: texts by dotted key."""
         return {}
 
     def for_adapter(self) -> dict[str, object]:

@@ -61,7 +61,7 @@ class Setting:
     description: str  # unit and meaning
     schema: Schema = field(repr=False)
     group: Schema | None = field(repr=False)  # schema of the group's settings; None for a single setting
-    null: str = ""  # what null stands for, if that depends on the recipe
+    null: str = ""  # the value that replaces null, if each recipe has its own
 
     @property
     def is_off(self) -> bool:

@@ -23,7 +23,7 @@ MUON_MOMENTUM = 0.95  # if optimizer.momentum is null
 
 
 class UsualRates(NamedTuple):
-    """The learning rates of an objective that optimizer.lr=null stands for.
+    """An objective's default learning rates, which replace optimizer.lr=null.
 
     They are for language models of 0.5 billion parameters or more, for every update rule but SGD, and for adapters of
     rank 8 to 64 on all linear layers.

@@ -48,7 +48,14 @@ def settings_of(cfg: RecipeConfig) -> Settings:
 def set_keys(cfg: RecipeConfig) -> list[str]:
     """Dotted keys of the settings that differ from the recipe's defaults."""
     values = without_hashes(cfg.model_dump(mode="json", exclude_defaults=True))
-    return [key for key, _ in dotted(values)]
+    usual = [key for key in cfg.meanings_of_null() if not _is_set(cfg, key)]
+    return [key for key, _ in dotted(values) if key not in usual]
+
+
+def _is_set(cfg: RecipeConfig, key: str) -> bool:
+    """Whether a setting of a group, by dotted key, has a value that the user gave."""
+    group, _, name = key.rpartition(".")
+    return name in getattr(cfg, group).model_fields_set
 
 
 def facts_that_ranks_share(cfg: RecipeConfig, batches: Batches) -> Settings:
