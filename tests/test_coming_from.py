@@ -281,7 +281,9 @@ def test_defaults_that_are_not_listed_are_the_same(trainer, recipe):
     """What lean_ft/assets/other_tools.yaml gives for a default of TRL is our default."""
     trl, page = pytest.importorskip("trl"), (DOCS / "coming_from_trl.md").read_text()
     listed = set(re.findall(r"^\| `((?:\w+\.)?\w+)` \| [^|]* \| [^|]*`[\w.]+` \| [^|]* \|$", page, re.MULTILINE))
-    settings = {one.key: one.default for one in describe(catalog.load_recipe(catalog.find_recipe(recipe)).Config)}
+    config_class = catalog.load_recipe(catalog.find_recipe(recipe)).Config
+    settings = {one.key: one.default for one in describe(config_class)}
+    null_is = NULL_IS | {"optimizer.lr": config_class.usual_lr.all_parameters}
     compared = 0
     for field in dataclasses.fields(getattr(trl, f"{trainer}Config")):
         if {field.name, f"{trainer}Config.{field.name}"} & (listed | WITHOUT_DEFAULT):
@@ -292,7 +294,7 @@ def test_defaults_that_are_not_listed_are_the_same(trainer, recipe):
         text = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
         answers = [] if (found := equivalent("trl", field.name, text)) is None else found.alternatives
         for key, value in next((one for one in answers if are_in(settings, one)), {}).items():
-            ours = settings[key] if settings[key] is not None else NULL_IS.get(key)
+            ours = settings[key] if settings[key] is not None else null_is.get(key)
             ours = list(ours) if isinstance(ours, tuple) else ours
             assert ours == as_value(filled(value, text)), field.name
             compared += 1

@@ -259,7 +259,7 @@ class RecipeConfig(Settings):
 class AnswersConfig(RecipeConfig):
     """Settings of recipes that train on completions and a frozen reference model, except for data and loss."""
 
-    usual_lr = UsualRates(1e-6, adapter=1e-5)
+    usual_lr: ClassVar[UsualRates] = UsualRates(1e-6, adapter=1e-5)
 
     model: ModelConfig
     lora: LoRAConfig | None = None  # null: train all parameters
