@@ -17,6 +17,7 @@ from lean_ft.system.log import wrapped
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, escaped, on_one_line, printable
 
 _PIPE_WIDTH = 100_000  # columns; lines are not wrapped, so that `grep` and `cut` see whole lines
+_PIPE_COLUMNS = 100  # of a layout in columns
 
 
 def stdout() -> Console:
@@ -25,6 +26,11 @@ def stdout() -> Console:
 
 def _console(stream: TextIO) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def layout_columns(console: Console) -> int:
+    """The width of a table or of curves: the terminal's, or 100 columns for a pipe or a file."""
+    return console.width if console.is_terminal else _PIPE_COLUMNS
 
 
 def print_rows(title: str, rows: Mapping[str, str]) -> None:
