@@ -314,6 +314,22 @@ def outputs_of(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
+def shape_of(output: Any) -> list[str]:
+    """The log lines of an output, and the keys of a value, without amounts and answers, which machines differ in."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "".join(output.get("text") or output.get("data", {}).get("text/plain", "")))
+    lines = re.findall(r"^(?=.{12}\S)[a-z]+ {2,}.*", text, re.MULTILINE)
+    lines = [re.sub(r"(\b|[+-])[\d,.]+(e-?\d+)?( ([KMG]i)?B)?\b", "N", line) for line in lines]
+    lines = [re.sub(r"N thread\b", "N threads", re.sub(r"(N (h|min) )*N s\b", "N s", line)) for line in lines]
+    return lines + re.findall(r"'([a-z_ ,]+)': ", text)
+
+
+def test_the_shape_of_an_output_has_no_amounts() -> None:
+    kept = "time        1 min 38 s for 171 steps\nmemory      peak 0.68 GiB resident; +4.1 MiB\nbefore:  58 + 7 = 65."
+    shape = ["time        N s for N steps", "memory      peak N resident; N"]
+    assert shape_of({"text": kept}) == shape
+    assert shape_of({"data": {"text/plain": "{'num_right': 100,\n 'role': 'user'}"}}) == ["num_right", "role"]
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_notebook_is_kept_with_outputs_that_any_machine_has(name: str) -> None:
     nbformat = pytest.importorskip("nbformat")
@@ -334,12 +350,15 @@ def test_a_notebook_is_kept_with_outputs_that_any_machine_has(name: str) -> None
 def test_a_notebook_runs_and_the_model_learns(name: str, tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(PAGE.parent / "notebooks" / f"{name}.ipynb", as_version=4)
+    kept = [[shape_of(output) for output in cell.get("outputs", [])] for cell in notebook.cells]
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
     places = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=900, resources=places, coalesce_streams=True).execute()
+    again = [[shape_of(output) for output in cell.get("outputs", [])] for cell in notebook.cells[:-1]]
+    assert again == kept, "run scripts/run_notebooks.py"
     (run,) = (cell.outputs for cell in notebook.cells if "lean_ft.run(" in cell.source and cell.cell_type == "code")
     shown = [sorted(output.data) for output in run if output.output_type == "display_data"]
     assert shown == [["text/html", "text/plain"], ["image/png", "text/plain"]], "one bar and one curve"
