@@ -53,9 +53,10 @@ def by_hand(document: Path) -> str:
 
 def settings_in(text: str) -> list[str]:
     """All settings in a text. `a=b|c` means a=b and a=c, and `a=N` a number. Blocks of Python, which
-    tests/test_notebook.py runs, and of output are skipped, and calls of Python."""
+    tests/test_notebook.py runs, and of output are skipped, calls of Python and
+    pictures."""
     text = re.sub(r"```(?:python|text).*?```", "", text, flags=re.DOTALL)
-    text = re.sub(r"`(?:\w+\.)*\w+\([^`]*\)`", "", text)
+    text = re.sub(r"`(?:\w+\.)*\w+\([^`]*\)`|<(?:img|source) [^>]*>", "", text)
     found = re.findall(
         r"(?:^|(?<=[\s`(']))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
     )

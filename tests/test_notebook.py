@@ -314,20 +314,29 @@ def outputs_of(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
-def shape_of(output: Any) -> list[str]:
-    """The log lines of an output, and the keys of a value, without amounts and answers, which machines differ in."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", "".join(output.get("text") or output.get("data", {}).get("text/plain", "")))
-    lines = re.findall(r"^(?=.{12}\S)[a-z]+ {2,}.*", text, re.MULTILINE)
-    lines = [re.sub(r"(\b|[+-])[\d,.]+(e-?\d+)?( ([KMG]i)?B)?\b", "N", line) for line in lines]
-    lines = [re.sub(r"N thread\b", "N threads", re.sub(r"(N (h|min) )*N s\b", "N s", line)) for line in lines]
-    return lines + re.findall(r"'([a-z_ ,]+)': ", text)
+def shape_of(output: Any) -> set[str]:
+    """The log lines of an output, and the keys of a value, without amounts, and without answers, progress and
+    checkpoints, in which machines differ."""
+    text = "".join(output.get("text") or output.get("data", {}).get("text/plain", ""))
+    lines = re.findall(
+        r"^(?!saved|removed|.*->|[a-z]+ +\d+ of \d+$)(?=.{12}\S)(?:[a-z]+ {2,}| {12}).*", text, re.MULTILINE
+    )
+    for pattern, stands_for in {
+        r"(?<=_)([0-9a-f]{8}|\d+)\b": "N",
+        r"(\b|[+-])\d[\d,.]*(e-?\d+)?( ([KMG]i)?B)?\b": "N",
+        r"(N (h|min) )*N s\b": "N s",
+        r"N thread\b": "N threads",
+    }.items():
+        lines = [re.sub(pattern, stands_for, line) for line in lines]
+    return {*lines, *re.findall(r"'([a-z_ ,]+)': ", text)}
 
 
 def test_the_shape_of_an_output_has_no_amounts() -> None:
     kept = "time        1 min 38 s for 171 steps\nmemory      peak 0.68 GiB resident; +4.1 MiB\nbefore:  58 + 7 = 65."
-    shape = ["time        N s for N steps", "memory      peak N resident; N"]
-    assert shape_of({"text": kept}) == shape
-    assert shape_of({"data": {"text/plain": "{'num_right': 100,\n 'role': 'user'}"}}) == ["num_right", "role"]
+    kept += "\n            runs/a/evaluation_ecff4c90.jsonl: each answer\nresults     a->b"
+    shape = {"time        N s for N steps", "memory      peak N resident; N"}
+    assert shape_of({"text": kept}) == shape | {" " * 12 + "runs/a/evaluation_N.jsonl: each answer"}
+    assert shape_of({"data": {"text/plain": "{'num_right': 100,\n 'role': 'user'}"}}) == {"num_right", "role"}
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -6,6 +6,7 @@ the loss), then its other metrics, learning rate, memory and speed. A metric wit
 """
 
 import io
+import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -195,6 +196,14 @@ class Panel:
     is_smoothed: bool
     limits: tuple[float, float] | None
     """Lowest and highest value of the axis; None: those of the values."""
+    is_logarithmic: bool = False
+    """Values below the axis are not visible."""
+
+    def scaled(self, value: float) -> float:
+        """The place of a value on the axis; minus infinity for 0 on a logarithmic axis."""
+        if not self.is_logarithmic:
+            return value
+        return math.log10(value) if value > 0 else -math.inf
 
 
 @dataclass(frozen=True)
@@ -231,6 +240,9 @@ def _panel(curves: list[Curves], metric: str, title: str, side: int) -> Panel:
     limits = (0.0, 1.0) if metric == EXACT_MATCH else None
     if metric in ("memory", "tokens_per_second"):
         limits = 0.0, max(value for _, values in measured for value in values)
+    highest = [max(values) for _, values in measured if values]
+    if metric == "lr" and max(highest) >= 10 * min(highest) > 0:  # a linear axis would show the smallest as 0
+        return Panel(f"{title}, logarithmic", runs, is_smoothed, (min(highest) / 10, max(highest)), is_logarithmic=True)
     return Panel(title, runs, is_smoothed, limits)
 
 
@@ -287,7 +299,11 @@ def _figure(curves: list[Curves]) -> Any:
             axes.plot(*held_out, color=color, **_HELD_OUT)
         if panel.limits is not None:
             low, high = panel.limits
-            axes.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
+            margin = 0.03 * (high - low)
+            if panel.is_logarithmic:
+                axes.set(yscale="log", ylim=(low, 1.3 * high))
+            else:
+                axes.set_ylim(low - margin, high + margin)
         if place > len(drawn.panels) - MAX_COLUMNS:
             axes.set_xlabel("optimizer step")
     if figure.axes:

@@ -109,14 +109,14 @@ def _cells(
     panel: Panel, width: int, steps: tuple[int, int], limits: tuple[float, float], style: _Style
 ) -> dict[tuple[int, int], Text]:
     """The characters of a panel's curves by column and row; a later run covers an earlier one."""
-    low, high = limits
+    low, high = map(panel.scaled, limits)
     across = (2 * width - 1) / max(1, steps[1] - steps[0])
     down = (4 * _ROWS - 1) / ((high - low) or 1.0)
 
     def places(points: Points) -> list[tuple[int, int]]:
         """Dots, 2 across and 4 down in each character."""
         return [
-            (round((step - steps[0]) * across), round((high - value) * down))
+            (round((step - steps[0]) * across), round((high - max(low, panel.scaled(value))) * down))
             for step, value in zip(*points, strict=True)
         ]
 

@@ -73,6 +73,22 @@ def test_every_terminal_gets_the_panels_of_the_picture(runs, columns, encoding, 
     assert {span.style for span in text.spans} - {"bold", ""} == (set() if has_letters else {"bright_blue", "yellow"})
 
 
+def test_learning_rates_of_a_sweep_are_apart(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder, highest in zip(folders, (1e-4, 1e-3, 1e-2), strict=True):
+        folder.mkdir()
+        rows = [{"step": n, "lr": highest * factor} for n, factor in enumerate((0.0, 1.0, 1.0, 0.0))]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (axes,) = figure_of(folders).axes
+    assert axes.get_yscale() == "log" and axes.get_ylim()[0] == pytest.approx(1e-5)
+    lines = text_of(folders, 80, "ascii", has_colors=False).plain.splitlines()
+    begin = lines.index("learning rate, logarithmic") + 1
+    middles = [line[40] for line in lines[begin : begin + 8]]
+    # 3 decades on 32 dots in 8 rows: a third of them is between two rates
+    assert middles == ["c", " ", "b", " ", " ", "a", " ", " "]
+    assert lines[begin].startswith(" 0.01|") and lines[begin + 7].startswith("1e-05|")
+
+
 def test_a_letter_is_a_run(runs):
     lines = text_of(runs, 80, "ascii", has_colors=True).plain.splitlines()
     begin = next(place for place, line in enumerate(lines) if line.startswith("loss")) + 1
