@@ -24,14 +24,9 @@ def figure_of(name: str, narrow: bool) -> Figure:
 
 
 PICTURES = {"memory": draw_memory.PICTURE, "trl_curves": trl_curves.PICTURE}
-FORMS = [(name, narrow) for name in PICTURES for narrow in (False, True)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(form, marks=pytest.mark.long if form == ("trl_curves", True) else ()) for form in FORMS],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=[(name, narrow) for name in PICTURES for narrow in (False, True)], ids=str)
 def drawn(request):
     """The file of a picture, and the figure of the results."""
     name, narrow = request.param
@@ -43,7 +38,7 @@ def prose_of(figure: Figure) -> set[str]:
     return {line for line in words_of(figure).splitlines() if re.search("[a-z]{3}|iB", line) and "$" not in line}
 
 
-@pytest.mark.parametrize("name", ["memory", pytest.param("trl_curves", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", PICTURES)
 def test_the_picture_for_phones_has_the_words_of_the_wide_one(name):
     assert prose_of(figure_of(name, narrow=True)) == prose_of(figure_of(name, narrow=False))
 
