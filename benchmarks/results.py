@@ -228,6 +228,11 @@ def words_of(figure: Any) -> str:
     return "\n".join(" ".join(text.split()) for text in texts if text.strip())
 
 
+def narrow_path(picture: Path) -> Path:
+    """The path of a picture's form for phones."""
+    return picture.with_stem(f"{picture.stem}_narrow")
+
+
 def save_picture(figure: Any, path: Path) -> None:
     """Save a figure as PNG, with its words as the file's description: a test compares them with the results."""
     figure.savefig(path, metadata={"Description": words_of(figure)}, pil_kwargs={"optimize": True})

@@ -27,7 +27,17 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from measure import read_steps, recipe_command, run_measured
-from results import RESULTS, ROOT, Hardware, console, print_result, require_hardware, save_picture, write_result
+from results import (
+    RESULTS,
+    ROOT,
+    Hardware,
+    console,
+    narrow_path,
+    print_result,
+    require_hardware,
+    save_picture,
+    write_result,
+)
 from shapes import EMBEDDED_MODEL, find_gsm8k
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -339,15 +349,17 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
     return cells
 
 
-def picture(result: dict[str, Any]) -> Any:
-    """A figure of each objective's curves, and their difference below."""
+def picture(result: dict[str, Any], narrow: bool = False) -> Any:
+    """A figure of each objective's curves, and their difference below; `narrow`, for phones, has it beside them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     rows = result["rows"]
-    figure, axes = plt.subplots(2, len(rows), figsize=(3.4 * len(rows), 5.2), dpi=90, sharex=True, squeeze=False)
+    shape, size = ((len(rows), 2), (5.2, 2.2 * len(rows))) if narrow else ((2, len(rows)), (3.4 * len(rows), 5.2))
+    figure, axes = plt.subplots(*shape, figsize=size, dpi=160 if narrow else 90, sharex=True, squeeze=False)
+    axes = axes.T if narrow else axes
     for row, above, below in zip(rows, axes[0], axes[1], strict=True):
         losses = row["losses"]
         steps = range(1, len(losses["TRL"]) + 1)
@@ -375,7 +387,15 @@ def picture(result: dict[str, Any]) -> Any:
             one.tick_params(labelsize=8)
     axes[0][0].set_ylabel("loss")
     axes[1][0].set_ylabel("difference of the losses")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="upper right", ncols=2)
+    place = (0.98, 0.97) if narrow else (1, 1)
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(),
+        frameon=False,
+        fontsize=9,
+        loc="upper right",
+        bbox_to_anchor=place,
+        ncols=2,
+    )
     axes[1][0].legend(frameon=False, fontsize=8, loc="upper right")
     figure.suptitle(
         f"lean_ft and TRL {result['versions']['trl']}, float32, {Hardware(result['hardware']).short_name}",
@@ -383,8 +403,14 @@ def picture(result: dict[str, Any]) -> Any:
         ha="left",
         fontsize=10,
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.97) if narrow else None)
     return figure
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Save the picture, and its narrow form beside it."""
+    save_picture(picture(result), path)
+    save_picture(picture(result, narrow=True), narrow_path(path))
 
 
 def main(
@@ -420,7 +446,7 @@ def main(
         folder=results_dir,
     )
     result = print_result(path, describe, COLUMNS, table_cells)
-    save_picture(picture(result), chart)
+    draw(result, chart)
     failed = [row["label"] for row in rows if beyond(row)]
     for label in failed:
         console.print(f"the difference from TRL is larger than rounding explains: {label}", markup=False)

@@ -1,7 +1,8 @@
 """Make the pictures of the terminal in README.md: run commands in a terminal of 120 columns, and draw what they print.
+A picture named `_narrow`, for phones, is what the same command prints in a terminal of 50 columns.
 
-    python scripts/make_terminal_pictures.py            # all pictures, in about 2 minutes
-    python scripts/make_terminal_pictures.py plan       # one of them
+    python scripts/make_terminal_pictures.py                     # all pictures, in about 4 minutes
+    python scripts/make_terminal_pictures.py plan plan_narrow    # some of them
 
 The commands run in an empty folder with the file that README.md makes, so that nothing
 is downloaded. Writes docs/assets/NAME.svg. The pictures use the reader's own monospaced font.
@@ -24,7 +25,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = 120
+COLUMNS, NARROW_COLUMNS = 120, 50
 COMMANDS = {
     "data_preview": "leanft data preview my_chats.jsonl",
     "plan": 'leanft plan --config llama3_2_3b/full --device-name "RTX 4090"',
@@ -43,10 +44,10 @@ _RGB = [(int(red), int(green), int(blue)) for red, green, blue in map(str.split,
 THEME = TerminalTheme((13, 17, 23), _RGB[-1], _RGB)  # readable on light and on dark pages
 
 
-def printed(command: str, folder: Path) -> str:
+def printed(command: str, folder: Path, columns: int) -> str:
     """What a command prints in a terminal, with its colors. Progress, which goes to stderr, is left out."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     python = f'PYTHONPATH="{ROOT}" "{sys.executable}" -m lean_ft {command.removeprefix("leanft ")}'
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     running = subprocess.Popen(
@@ -65,9 +66,9 @@ def printed(command: str, folder: Path) -> str:
     return found.decode().replace("\r\n", "\n")
 
 
-def draw(command: str, output: str, path: Path) -> None:
+def draw(command: str, output: str, path: Path, columns: int) -> None:
     """Draw a command and its output as an SVG."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, legacy_windows=False)
+    console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, legacy_windows=False)
     console.print(Text.assemble(("$ ", "green"), (command, "bold")))
     console.print(Text.from_ansi(output.rstrip()))
     svg = console.export_svg(title="", theme=THEME, unique_id=path.stem)
@@ -83,9 +84,10 @@ def main() -> None:
     assert rows, "README.md makes no file"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "my_chats.jsonl").write_text(rows[1])
-        for name in sys.argv[1:] or COMMANDS:
-            path = ROOT / "docs" / "assets" / f"{name}.svg"
-            draw(COMMANDS[name], printed(COMMANDS[name], Path(folder)), path)
+        for name in sys.argv[1:] or [form for command in COMMANDS for form in (command, f"{command}_narrow")]:
+            path, command = ROOT / "docs" / "assets" / f"{name}.svg", COMMANDS[name.removesuffix("_narrow")]
+            columns = NARROW_COLUMNS if name.endswith("_narrow") else COLUMNS
+            draw(command, printed(command, Path(folder), columns), path, columns)
             print(path.relative_to(ROOT))
 
 

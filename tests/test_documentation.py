@@ -53,9 +53,10 @@ def by_hand(document: Path) -> str:
 
 def settings_in(text: str) -> list[str]:
     """All settings in a text. `a=b|c` means a=b and a=c, and `a=N` a number. Blocks of Python, which
-    tests/test_notebook.py runs, and of output are skipped, and calls of Python."""
+    tests/test_notebook.py runs, and of output are skipped, calls of Python and
+    pictures."""
     text = re.sub(r"```(?:python|text).*?```", "", text, flags=re.DOTALL)
-    text = re.sub(r"`(?:\w+\.)*\w+\([^`]*\)`", "", text)
+    text = re.sub(r"`(?:\w+\.)*\w+\([^`]*\)`|<(?:img|source) [^>]*>", "", text)
     found = re.findall(
         r"(?:^|(?<=[\s`(']))([a-z_]+(?:\.[a-z_]+)*)=(\"[^\"]*\"|(?!\.\.\.)[^\s`|=]+(?:\|[^\s`|]+)*)", text, re.MULTILINE
     )
@@ -458,6 +459,15 @@ def test_the_picture_of_a_plan_has_the_figures_that_the_command_prints(reader, c
             assert float(found) == pytest.approx(float(amount), rel=0.02), line
 
 
+@pytest.mark.parametrize("name", ["data_preview", "plan"])
+def test_the_picture_for_phones_has_the_words_of_the_wide_one(name):
+    def words(picture):
+        return re.sub(r" in (\d+ min )?[\d.]+ s(?= peak)", "", " ".join(" ".join(lines_of_picture(picture)).split()))
+
+    assert words(f"{name}_narrow") == words(name)
+    assert max(map(len, lines_of_picture(f"{name}_narrow"))) <= 50
+
+
 # Lines with these programs hold options of those programs.
 OTHER_PROGRAMS = re.compile(
     r"(?: vllm serve| -m sglang\S*|`tensorboard|llama-cli|llama-quantize|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "  # noqa: E501
@@ -493,7 +503,7 @@ def test_a_document_names_only_what_is_there(document, commands, scripts):
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
     for name in re.findall(r"(?:python |`|\]\()((?:benchmarks|scripts|docs|lean_ft|recipes|tests)/[\w/.+-]*)", text):
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+    for name in re.findall(r"""(?:\]\(|(?:src|srcset)=")(?!https?:)([^)#"]+)""", text):
         assert (document.parent / name).exists(), name
 
 
@@ -503,6 +513,9 @@ def test_code_in_a_document_fits_the_column_of_the_site(document):
     whole = ";base64,", "<|"  # a data URL, or a line of rendered text, is not broken
     lines = [line for block in blocks for line in block.splitlines() if not any(part in line for part in whole)]
     assert [line for line in lines if len(line) > 76] == []
+
+
+PICTURES_OF_PAGES = {".": "plan.svg", "measurements": "memory.png", "correctness": "trl_curves.png"}
 
 
 @pytest.mark.long
@@ -526,6 +539,9 @@ def test_the_documents_are_a_site(tmp_path):
             ):  # an alias is documented under the function's name
                 assert re.search(rf'id="{package}(\.\w+)?\.{public.__name__}"', reference), public
     assert "Peak learning rate." in reference
+    for page, picture in PICTURES_OF_PAGES.items():
+        narrow, text = picture.replace(".", "_narrow."), (tmp_path / page / "index.html").read_text()
+        assert re.search(rf'<picture><source [^>]*{narrow}"><img [^>]*{picture}"', text)
     loaded = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?((?:https?:)?//[^"' >]+)""")
     assert {url for page in tmp_path.rglob("*.html") for url in loaded.findall(page.read_text())} == set()
 

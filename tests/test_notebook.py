@@ -314,6 +314,31 @@ def outputs_of(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
+def shape_of(output: Any) -> set[str]:
+    """The log lines of an output, and the keys of a value, without amounts, and without answers, progress and
+    checkpoints, in which machines differ."""
+    text = "".join(output.get("text") or output.get("data", {}).get("text/plain", ""))
+    lines = re.findall(
+        r"^(?!saved|removed|.*->|[a-z]+ +\d+ of \d+$)(?=.{12}\S)(?:[a-z]+ {2,}| {12}).*", text, re.MULTILINE
+    )
+    for pattern, stands_for in {
+        r"(?<=_)([0-9a-f]{8}|\d+)\b": "N",
+        r"(\b|[+-])\d[\d,.]*(e-?\d+)?( ([KMG]i)?B)?\b": "N",
+        r"(N (h|min) )*N s\b": "N s",
+        r"N thread\b": "N threads",
+    }.items():
+        lines = [re.sub(pattern, stands_for, line) for line in lines]
+    return {*lines, *re.findall(r"'([a-z_ ,]+)': ", text)}
+
+
+def test_the_shape_of_an_output_has_no_amounts() -> None:
+    kept = "time        1 min 38 s for 171 steps\nmemory      peak 0.68 GiB resident; +4.1 MiB\nbefore:  58 + 7 = 65."
+    kept += "\n            runs/a/evaluation_ecff4c90.jsonl: each answer\nresults     a->b"
+    shape = {"time        N s for N steps", "memory      peak N resident; N"}
+    assert shape_of({"text": kept}) == shape | {" " * 12 + "runs/a/evaluation_N.jsonl: each answer"}
+    assert shape_of({"data": {"text/plain": "{'num_right': 100,\n 'role': 'user'}"}}) == {"num_right", "role"}
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_notebook_is_kept_with_outputs_that_any_machine_has(name: str) -> None:
     nbformat = pytest.importorskip("nbformat")
@@ -334,12 +359,15 @@ def test_a_notebook_is_kept_with_outputs_that_any_machine_has(name: str) -> None
 def test_a_notebook_runs_and_the_model_learns(name: str, tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(PAGE.parent / "notebooks" / f"{name}.ipynb", as_version=4)
+    kept = [[shape_of(output) for output in cell.get("outputs", [])] for cell in notebook.cells]
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
     places = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=900, resources=places, coalesce_streams=True).execute()
+    again = [[shape_of(output) for output in cell.get("outputs", [])] for cell in notebook.cells[:-1]]
+    assert again == kept, "run scripts/run_notebooks.py"
     (run,) = (cell.outputs for cell in notebook.cells if "lean_ft.run(" in cell.source and cell.cell_type == "code")
     shown = [sorted(output.data) for output in run if output.output_type == "display_data"]
     assert shown == [["text/html", "text/plain"], ["image/png", "text/plain"]], "one bar and one curve"

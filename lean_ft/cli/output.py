@@ -17,6 +17,8 @@ from lean_ft.system.log import wrapped
 from lean_ft.system.redaction import MAX_MESSAGE_CHARACTERS, escaped, on_one_line, printable
 
 _PIPE_WIDTH = 100_000  # columns; lines are not wrapped, so that `grep` and `cut` see whole lines
+_PIPE_COLUMNS = 100  # of a layout in columns
+_BELOW = 8  # spaces before a cell that is below its row
 
 
 def stdout() -> Console:
@@ -25,6 +27,11 @@ def stdout() -> Console:
 
 def _console(stream: TextIO) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def layout_columns(console: Console) -> int:
+    """The width of a table or of curves: the terminal's, or 100 columns for a pipe or a file."""
+    return console.width if console.is_terminal else _PIPE_COLUMNS
 
 
 def print_rows(title: str, rows: Mapping[str, str]) -> None:
@@ -37,11 +44,15 @@ def print_rows(title: str, rows: Mapping[str, str]) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows of cells below their column names. A column whose name begins with `>` is right-aligned. If all names
-    are empty, no header is printed."""
+    are empty, no header is printed. In a terminal too narrow for the last column, its cells are below their rows."""
     console, right = stdout(), [name.startswith(">") for name in columns]
     rows = [[on_one_line(cell) for cell in row] for row in rows]
     names = [name.removeprefix(">") for name in columns]
-    if console.is_terminal:
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    last_words = [word for row in rows for word in row[-1].split()]
+    room = console.width - sum(width + 2 for width in widths[:-1])
+    is_narrow = console.is_terminal and not right[-1] and room < max(map(len, last_words), default=0)
+    if console.is_terminal and not is_narrow:
         table = Table(box=None, show_header=any(names), padding=(0, 2, 0, 0), header_style="bold")
         for i, name in enumerate(names):
             style = "" if i else "cyan"
@@ -52,11 +63,15 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             table.add_row(*map(Text, row))
         console.print(table)
         return
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     for row in [names, *rows] if any(names) else rows:
-        cells = zip(row, widths, right, strict=True)
-        line = "  ".join(f"{cell:{'>' if is_right else '<'}{width}}" for cell, width, is_right in cells)
-        console.print(Text(line.rstrip()), soft_wrap=True)
+        padded = zip(row, widths, right, strict=True)
+        cells = [f"{cell:{'>' if is_right else '<'}{width}}" for cell, width, is_right in padded]
+        style = "bold" if row is names and console.is_terminal else ""
+        if is_narrow and row[-1]:
+            below = wrapped(row[-1], console.width, _BELOW)
+            console.print(Text("  ".join(cells[:-1]).rstrip() + "\n" + " " * _BELOW + below, style), soft_wrap=True)
+        else:
+            console.print(Text("  ".join(cells).rstrip(), style), soft_wrap=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
+from lean_ft.cli.output import layout_columns, stdout
 
 
 def plot(
@@ -22,13 +23,25 @@ def plot(
             help="File to write. Default: curves.png in the run; a new name in the current folder for several runs.",
         ),
     ] = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the curves in the terminal instead. Needs no matplotlib.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite the file of --output.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Draw loss, held-out loss, learning rate, memory, speed and the other metrics of runs as a PNG.
+    """Draw loss, held-out loss, learning rate, memory, speed and the other metrics of runs as a PNG, or as text.
 
     `leanft runs` prints their results and the settings that differ.
     """
+    if text:
+        if output is not None:
+            raise ValueError("--text prints the curves, and --output writes a PNG. Pass one of them.")
+        from lean_ft.training.text_curves import text_of
+
+        console = stdout()
+        has_colors = console.color_system is not None and not console.no_color
+        console.print(text_of(runs, layout_columns(console), console.encoding, has_colors), soft_wrap=True)
+        return
     from lean_ft.training.curves import draw_curves
 
     picture = output or (runs[0] / "curves.png" if len(runs) == 1 else Path("curves.png"))

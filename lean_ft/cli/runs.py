@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
-from lean_ft.cli.output import print_table, stdout
+from lean_ft.cli.output import layout_columns, print_table, stdout
 
-_PIPE_COLUMNS = 100  # width of a table that goes to a pipe or a file
 _LR = "optimizer.lr"  # always shown
 _RUN_CHARACTERS, _SETTING_CHARACTERS = 40, 24  # of a run's name (its end) and of a setting's value (its start)
 
@@ -50,8 +49,7 @@ def runs(
     if not curves:
         typer.echo(f"no runs in {folder}")
         return
-    console = stdout()
-    width = console.width if console.is_terminal else _PIPE_COLUMNS
+    width = layout_columns(stdout())
     results = [run.results_as_text() for run in curves]
     settings = {
         key: [_shortened(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in curves] for key in keys

@@ -1,17 +1,19 @@
-"""Curves of runs, drawn by matplotlib, the `plots` extra; and the results and settings of runs, for tables.
+"""Curves of runs, drawn by matplotlib, the `plots` extra (as text: text_curves.py); and the results and settings of
+runs, for tables.
 
 There is a panel for each metric in metrics.jsonl, with its held-out values: the objective's progress first (rewards, or
 the loss), then its other metrics, learning rate, memory and speed. A metric with a single value becomes a line of text.
 """
 
 import io
+import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from lean_ft.system.installation import install_command
 from lean_ft.system.redaction import on_one_line
@@ -38,8 +40,10 @@ _MOST_MEANS = 500  # points of a bold curve
 _TITLES = {EXACT_MATCH: "held-out questions right"}  # instead of the short name
 _RIGHT = (EXACT_MATCH, "eval_accuracy", "eval_rewards/accuracies")  # shares of right answers, labels or pairs
 _EXACT = ("lr", "memory")  # not smoothed
-_COLUMNS = 3  # of panels
+MAX_COLUMNS = 3  # of panels
 _HELD_OUT: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 5, "markerfacecolor": "white"}
+
+Points = tuple[list[int], list[float]]  # steps and values
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Curves:
     state: RunState | None = None
     """None without a run.json."""
 
-    def points(self, metric: str) -> tuple[list[int], list[float]]:
+    def points(self, metric: str) -> Points:
         """Steps and finite values of a metric; `memory` in GiB."""
         if metric == "memory":
             points = [
@@ -174,6 +178,74 @@ def differing_settings(runs: Sequence[Curves]) -> list[str]:
     return [key for key in keys if differs(key)]
 
 
+class RunInPanel(NamedTuple):
+    """One run's values of a metric, each as steps and values."""
+
+    every_step: Points
+    curve: Points
+    """Means of `every_step` if the panel is smoothed, otherwise the same."""
+    held_out: Points
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A metric of all runs."""
+
+    title: str
+    runs: list[RunInPanel]
+    is_smoothed: bool
+    limits: tuple[float, float] | None
+    """Lowest and highest value of the axis; None: those of the values."""
+    is_logarithmic: bool = False
+    """Values below the axis are not visible."""
+
+    def scaled(self, value: float) -> float:
+        """The place of a value on the axis; minus infinity for 0 on a logarithmic axis."""
+        if not self.is_logarithmic:
+            return value
+        return math.log10(value) if value > 0 else -math.inf
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a picture of runs shows, and the same as text."""
+
+    panels: list[Panel]
+    lines: list[str]
+    """The metrics that have a line of text instead of a panel."""
+    means: str | None
+    """What the curves of smoothed panels are; None if there are no such panels."""
+
+    @property
+    def has_held_out(self) -> bool:
+        return any(run.held_out[0] for panel in self.panels for run in panel.runs)
+
+
+def drawing_of(curves: list[Curves]) -> Drawing:
+    """The panels of runs, in order, and the lines of text below them."""
+    metrics, side = _metrics(curves), max(3, round(_SIDE * max(run.rows[-1]["step"] for run in curves)))
+    lines = {name: line for name in metrics if (line := _as_text(curves, name, metrics[name])) is not None}
+    panels = [_panel(curves, name, title, side) for name, title in metrics.items() if name not in lines]
+    means = f"mean of the {2 * side + 1} steps around each, of fewer near the ends"
+    return Drawing(panels, list(lines.values()), means if any(panel.is_smoothed for panel in panels) else None)
+
+
+def _panel(curves: list[Curves], metric: str, title: str, side: int) -> Panel:
+    measured = [run.points(metric) for run in curves]
+    is_smoothed = max(len(steps) for steps, _ in measured) > _SMOOTHED_POINTS and metric not in _EXACT
+    runs = [
+        RunInPanel(points, _smoothed(*points, side) if is_smoothed else points, run.points(f"eval_{metric}"))
+        for run, points in zip(curves, measured, strict=True)
+    ]
+    limits = (0.0, 1.0) if metric == EXACT_MATCH else None
+    if metric in ("memory", "tokens_per_second"):
+        limits = 0.0, max(value for _, values in measured for value in values)
+    highest = [max(values) for _, values in measured if values]
+    if metric == "lr" and max(highest) >= 10 * min(highest) > 0:  # a linear axis would show the smallest as 0
+        return Panel(f"{title}, logarithmic", runs, is_smoothed, (min(highest) / 10, max(highest)), is_logarithmic=True)
+    return Panel(title, runs, is_smoothed, limits)
+
+
 def figure_of(runs: Sequence[Path]) -> Any:
     """The curves as a matplotlib figure, which a notebook shows. Raises ValueError as `draw_curves`."""
     curves = read_curves(runs)
@@ -203,49 +275,44 @@ def _figure(curves: list[Curves]) -> Any:
         from matplotlib.lines import Line2D
         from matplotlib.ticker import MaxNLocator
     except ImportError:
-        raise ValueError(f"pictures need matplotlib. Run {install_command('plots')}") from None
+        raise ValueError(
+            f"pictures need matplotlib. Run {install_command('plots')}\n"
+            "`leanft plot RUN --text` prints the curves without it."
+        ) from None
 
-    metrics, side = _metrics(curves), max(3, round(_SIDE * max(run.rows[-1]["step"] for run in curves)))
-    lines = {name: line for name in metrics if (line := _as_text(curves, name, metrics[name])) is not None}
-    panels = [name for name in metrics if name not in lines]
-    num_rows = -(-len(panels) // _COLUMNS)
-    height = 2.7 * num_rows + 0.2 * (len(curves) + len(lines)) + 0.6
-    figure = Figure(figsize=(4.4 * _COLUMNS, height), layout="constrained")
+    drawn = drawing_of(curves)
+    num_rows = -(-len(drawn.panels) // MAX_COLUMNS)
+    height = 2.7 * num_rows + 0.2 * (len(curves) + len(drawn.lines)) + 0.6
+    figure = Figure(figsize=(4.4 * MAX_COLUMNS, height), layout="constrained")
     legend = [Line2D([], [], color=f"C{i % 10}", label=_literal(run.name)) for i, run in enumerate(curves)]
-    has_means = has_held_out = False
-    for place, metric in enumerate(panels, start=1):
-        axes = figure.add_subplot(num_rows, _COLUMNS, place, sharex=figure.axes[0] if figure.axes else None)
-        axes.set_title(_literal(metrics[metric]), fontsize="medium", loc="left")
+    for place, panel in enumerate(drawn.panels, start=1):
+        axes = figure.add_subplot(num_rows, MAX_COLUMNS, place, sharex=figure.axes[0] if figure.axes else None)
+        axes.set_title(_literal(panel.title), fontsize="medium", loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        most_points = max(len(run.points(metric)[0]) for run in curves)
-        is_smoothed = most_points > _SMOOTHED_POINTS and metric not in _EXACT
-        has_means |= is_smoothed
-        for i, run in enumerate(curves):
-            steps, values = run.points(metric)
+        for i, (every_step, curve, held_out) in enumerate(panel.runs):
             color = f"C{i % 10}"
-            if is_smoothed:
-                axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-                steps, values = _smoothed(steps, values, side)
-            marker = "o" if len(values) <= 12 else None
-            axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, markersize=3)
-            held_out = run.points(f"eval_{metric}")
-            has_held_out |= bool(held_out[0])
+            if panel.is_smoothed:
+                axes.plot(*every_step, color=color, alpha=0.25, linewidth=0.8)
+            marker = "o" if len(curve[0]) <= 12 else None
+            axes.plot(*curve, color=color, linewidth=1.6, marker=marker, markersize=3)
             axes.plot(*held_out, color=color, **_HELD_OUT)
-        if metric in ("memory", "tokens_per_second"):
-            axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
-        if metric == EXACT_MATCH:
-            axes.set_ylim(-0.03, 1.03)
-        if place > len(panels) - _COLUMNS:
+        if panel.limits is not None:
+            low, high = panel.limits
+            margin = 0.03 * (high - low)
+            if panel.is_logarithmic:
+                axes.set(yscale="log", ylim=(low, 1.3 * high))
+            else:
+                axes.set_ylim(low - margin, high + margin)
+        if place > len(drawn.panels) - MAX_COLUMNS:
             axes.set_xlabel("optimizer step")
     if figure.axes:
         figure.axes[0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-    if has_held_out:
+    if drawn.has_held_out:
         legend.append(Line2D([], [], color="gray", label="held-out", **_HELD_OUT))
-    means = f"pale: every step; bold: mean of the {2 * side + 1} steps around each, of fewer near the ends"
-    title = means if has_means else None
+    title = f"pale: every step; bold: {drawn.means}" if drawn.means else None
     figure.legend(handles=legend, loc="outside upper left", frameon=False, title=title, alignment="left")
-    figure.supxlabel("\n".join(map(_literal, lines.values())), x=0.01, ha="left", fontsize="medium")
+    figure.supxlabel("\n".join(map(_literal, drawn.lines)), x=0.01, ha="left", fontsize="medium")
     return figure
 
 
@@ -256,8 +323,7 @@ def _literal(text: str) -> str:
 
 def _metrics(curves: list[Curves]) -> dict[str, str]:
     """Metric of any run -> title of its panel, in the order of the panels. A held-out metric is in the panel of its
-    training
-    metric, unless there is none: eval_macro_f1."""
+    training metric, unless there is none: eval_macro_f1."""
     from lean_ft.data.parts import COUNTS  # here, since it loads torch
 
     logged = {name: None for run in curves for row in run.rows for name, value in row.items() if is_number(value)}
@@ -283,7 +349,7 @@ def _as_text(curves: list[Curves], metric: str, title: str) -> str | None:
     return f"{title}: {', '.join(sentences)}"
 
 
-def _smoothed(steps: list[int], values: list[float], side: int) -> tuple[list[int], list[float]]:
+def _smoothed(steps: list[int], values: list[float], side: int) -> Points:
     """Centered means: of a point and as many points before as after it, at most `side` steps away.
 
     So the curve does not lag. It leaves out points that have less than half of the neighbors, where it would follow the

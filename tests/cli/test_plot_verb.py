@@ -1,5 +1,6 @@
-"""`leanft plot`: output files and input errors."""
+"""`leanft plot`: output files, text and input errors."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,13 @@ def test_no_file_is_overwritten_without_a_word(leanft, two_runs, monkeypatch):
     assert (refused.code, Path("mine.png").read_text()) == (2, "mine")
     assert "mine.png exists already. Choose another name, or overwrite it with --force" in refused.err
     leanft.ok("plot", "a", "-o", "mine", "--force")
+
+
+def test_text_needs_no_matplotlib_and_writes_no_file(leanft, two_runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    before = sorted(Path().rglob("*"))
+    assert "`leanft plot RUN --text` prints the curves without it" in leanft("plot", "a").err
+    printed = leanft.ok("plot", "a", "b", "--text").out
+    assert printed.startswith("a a\nb b\n\nloss")
+    assert sorted(Path().rglob("*")) == before
+    assert "Pass one of them" in leanft("plot", "a", "--text", "-o", "mine").err

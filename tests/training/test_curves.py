@@ -86,7 +86,7 @@ def test_the_bold_curve_is_in_the_middle_of_the_pale_one(tmp_path):
         apart = [(value - trend[step]) / trend[step] for step, value in drawn.items()]
         assert max(map(abs, apart)) < 0.05
         assert set(drawn) <= set(steps) and len(drawn) > 0.5 * len(pale.get_xdata())
-    assert len(panel(figure, "learning rate").lines) == 2 * 2  # exact, and no held-out values
+    assert len(panel(figure, "learning rate, logarithmic").lines) == 2 * 2  # exact, and no held-out values
 
 
 def test_panels_begin_with_the_objective_and_hold_its_evaluations(tmp_path):
