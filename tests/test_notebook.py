@@ -272,7 +272,7 @@ def test_prepared_rows_are_those_that_the_function_returns_now(tmp_path: Path) -
     assert (lengths("a"), lengths("b")) == (1, 1), "the same rows are read from the cache"
     end = " and more."
     assert lengths("c") == 2
-    with pytest.raises(ValueError, match="data fingerprint"):
+    with pytest.raises(ValueError, match=r"other data:\n  changed: what convert returns \(data.format\)\nRestore"):
         lengths("a")
     with pytest.raises(ValueError, match=r"data.format must return the same for the same row"):
         lengths("d", lambda row: {"text": f"{row} {len(calls)} {calls.append(row)}"})
