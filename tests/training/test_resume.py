@@ -135,6 +135,7 @@ def test_each_cause_of_other_data_is_named_without_hashes(train_real, tmp_path):
     state = json.loads(state_file.read_text())
     del state["data_contents"]
     state_file.write_text(json.dumps(state))
+    (state_file.parents[1] / "manifest.json").unlink()
     write_manifest(state_file.parents[1], 2)
     rows.write_text(rows.read_text() + "\n")
     assert "the data changed since the checkpoint, which has no record of its files" in refusal()
