@@ -265,11 +265,12 @@ def _rows_as_stored(source: DataSource, digest: Digest | None, *, streaming: boo
 
 def _rows_of_files(files: list[Path], digest: Digest | None) -> Iterator[Row]:
     for file in files:
+        name = name_of_file(str(file))
         # Rows passed as Python objects are in a file of the cache, and their paths are relative to the current folder.
-        folder = Path.cwd() if re.fullmatch(r"rows/[0-9a-f]{32}\.jsonl", "/".join(file.parts[-2:])) else file.parent
-        part = part_of(digest, name_of_file(str(file)))
+        folder = file.parent if name == str(file) else Path.cwd()
+        part = part_of(digest, name)
         for row in read_parquet_file(file, part) if is_parquet(file) else read_text_file(file, part):
-            yield row._replace(folder=folder)
+            yield row._replace(folder=folder, place=row.place.replace(str(file), name, 1))
 
 
 def _name_of_dataset(source: DataSource) -> str:
