@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.redaction import redact
@@ -45,7 +45,7 @@ class Contents(tuple[Content, ...]):
     __slots__ = ()
 
     @classmethod
-    def of(cls, values: Any) -> Self:
+    def of(cls, values: object) -> Self:
         """From the values of `as_json`. Raises ValueError for others."""
         values = values if isinstance(values, list) else [values]
         contents = cls(Content(*value) for value in values if isinstance(value, list) and len(value) == 3)
@@ -97,7 +97,7 @@ def differences(key: str, old: "JSON | Contents", new: "JSON | Contents", words:
     return [f"{key}: {before} {words.before}, {after} {words.now}"]
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     """A list or dict without the fields that are not set."""
     if isinstance(value, list):
         return [_without_nulls(one) for one in value]
