@@ -938,6 +938,7 @@ def _runs(folder: Path) -> dict[str, Target]:
         "bad_steps": 0,
     }
     state |= {"data_fingerprint": batches.fingerprint, "batches": batches.state_dict(), "base_fingerprint": None}
+    state |= {"data_contents": batches.contents.as_json()}
     state |= {"scaler": {"scale": 2.0, "good_steps": 1}}
 
     def resume() -> None:
@@ -947,7 +948,7 @@ def _runs(folder: Path) -> dict[str, Target]:
             batches.load_state_dict(read["batches"])
             LossScaler(True).load_state_dict(read["scaler"])
         start = starting.Start(checkpoint, read)
-        starting._compare_content(start, settings_of(cfg), batches.fingerprint, "x")
+        starting._compare_content(start, settings_of(cfg), batches, "x")
 
     def draw() -> None:
         with from_checkpoint(checkpoint, ValueError):

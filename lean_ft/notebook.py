@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
+from lean_ft.settings.other_tools import table
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.system import catalog
 from lean_ft.system.before_torch import prepare_torch
@@ -38,8 +39,8 @@ def run(recipe: str | Path | None = None, config: str | Path | None = None, **se
     may be rows in memory: a list of dicts, a generator, a datasets.Dataset or a pandas.DataFrame. A dict with `path` is
     a source, not a row. A setting of the form FILE.py:FUNCTION may be the function itself, an object with `__call__`,
     or its class; `environment` may be a class or a function that makes environments, or an environment, which is copied
-    for each completion. In a notebook, a bar and a curve
-    show the progress.
+    for each completion. TRL's names `reward_funcs` and `environment_factory` are taken for `rewards` and `environment`.
+    In a notebook, a bar and a curve show the progress.
 
     Raises ValueError for an invalid setting, and the errors of the recipe. A run stopped by a signal saves its state
     and raises SystemExit.
@@ -138,8 +139,19 @@ def plot(runs: str | Path | Sequence[str | Path]) -> Any:
     return figure_of([Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)])
 
 
-def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield every setting as `key=value`, like on the command line."""
+def _overrides(keywords: Mapping[str, Any]) -> Iterator[str]:
+    """Yield every setting of a call as `key=value`, like on the command line, with our names for those of other tools.
+
+    Raises ValueError for a setting under two names.
+    """
+    ours = table("keywords")
+    for theirs in keywords.keys() & ours.keys():
+        if ours[theirs] in keywords:
+            raise ValueError(f"{theirs} and {ours[theirs]} are one setting. Pass one of them.")
+    return _assignments({str(ours.get(name, name)): value for name, value in keywords.items()})
+
+
+def _assignments(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in settings.items():
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json", exclude_unset=True)
@@ -148,13 +160,13 @@ def _overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             and (rows := _rows(value, prefix + name)) is not None
         ):
             value = _write_rows(rows, f"{prefix}{name}")
-        if name in ("environment", "environment_factory"):  # TRL's name, for which an error suggests ours
+        if name == "environment":
             try:
                 value = as_factory(value)
             except ValueError as error:
                 raise ValueError(f"{prefix}{name}: {error}") from None
         if isinstance(value, Mapping) and value:
-            yield from _overrides(value, f"{prefix}{name}.")
+            yield from _assignments(value, f"{prefix}{name}.")
         else:
             value = json.loads(json.dumps(value, default=partial(_plain, prefix + name)))
             # Quoted, so that a text with a comma is no list.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 import lean_ft
 from lean_ft.data.documents import FEW_ROWS
@@ -208,6 +209,61 @@ def test_environments_are_classes_factories_and_objects(tmp_path: Path) -> None:
     assert original.turns == 0
 
 
+def test_rewards_and_environments_of_trl_train_under_its_names(tmp_path: Path) -> None:
+    """As in TRL's documentation: methods are tools, and reward functions get lists of messages and columns by name."""
+    seen: list[dict[str, Any]] = []
+
+    class Counter:
+        def reset(self, **row: Any) -> str | None:
+            self.counter = int(row["answer"])
+
+        def increment(self, step: int) -> int:
+            """
+            Increment the counter.
+
+            Args:
+                step: Value to add.
+
+            Returns:
+                The new value.
+            """
+            self.counter += step
+            return self.counter
+
+    def counted(environments: list[Counter], **kwargs: Any) -> list[float]:
+        return [float(one.counter) for one in environments]
+
+    def judged(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+        seen.append({"prompts": prompts, "completions": completions, **kwargs})
+        return [sum(map(ord, completion[-1]["content"])) / 100 for completion in completions]
+
+    rows = [{"prompt": [{"role": "user", "content": f"Add {i}."}], "answer": f"{i}"} for i in range(8)]
+    settings = {**GRPO, "data": {"source": rows}, "model": {"path": "tiny-tools", "dtype": "float32"}, "plan": False}
+    settings |= {"environment_factory": Counter, "max_steps": 1}
+    line = lean_ft.read_metrics(lean_ft.run("grpo", reward_funcs=counted, output_dir=tmp_path / "a", **settings))[0]
+    assert 0 < line["reward"] < 8, "the environment's numbers are the rows' answers"
+    settings |= {"environment_factory": lambda: Counter(), "optimizer": {"lr": 1e-3}}
+    run = lean_ft.run("grpo", reward_funcs=[counted, judged], output_dir=tmp_path / "b", **settings)
+    assert lean_ft.read_metrics(run)[0]["grad_norm"] > 0
+    assert {"completion_ids", "answer", "environments", "trainer_state"} <= seen[0].keys()
+    assert seen[0]["prompts"][0][-1]["role"] == "user" and seen[0]["completions"][0][0]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "message"),
+    [
+        ("grpo", {"reward_funcs": half_right, "rewards": ["length"]}, "reward_funcs and rewards are one setting"),
+        ("grpo", {"environment_factory": 3, "rewards": ["environment"]}, "environment: expected a class"),
+        ("grpo", {"reward_funcs": "org/judge"}, r"A reward model of the Hub is 'rewards=\[\{model: org/judge\}\]'"),
+        ("grpo", {"reward_funcs": [torch.nn.Linear(1, 1)]}, r"a Linear is a model.*'rewards=\[\{model: judge\}\]'"),
+        ("finetune", {"reward_funcs": half_right}, "The recipe grpo has"),
+    ],
+)
+def test_what_replaces_arguments_of_trl_is_shown(recipe: str, settings: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_tiny(recipe, tmp_path / "a", max_steps=1, **(GRPO if recipe == "grpo" else {}), **settings)
+
+
 @pytest.mark.long
 def test_an_edited_reward_resumes_and_other_settings_do_not(tmp_path: Path) -> None:
     def judge(completions: list[str], **_: Any) -> list[float]:
@@ -272,7 +328,7 @@ def test_prepared_rows_are_those_that_the_function_returns_now(tmp_path: Path) -
     assert (lengths("a"), lengths("b")) == (1, 1), "the same rows are read from the cache"
     end = " and more."
     assert lengths("c") == 2
-    with pytest.raises(ValueError, match="data fingerprint"):
+    with pytest.raises(ValueError, match=r"other data:\n  changed: what convert returns \(data.format\)\nRestore"):
         lengths("a")
     with pytest.raises(ValueError, match=r"data.format must return the same for the same row"):
         lengths("d", lambda row: {"text": f"{row} {len(calls)} {calls.append(row)}"})

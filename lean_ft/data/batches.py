@@ -14,6 +14,7 @@ from lean_ft.data.collate import Placed, as_tensors, collate, counted_in
 from lean_ft.data.columns import Columns
 from lean_ft.data.objective import Objective
 from lean_ft.data.report import DataReport
+from lean_ft.system.contents import UNRECORDED, Contents
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,19 @@ class Batches:
     """
 
     def __init__(
-        self, layout: ArrangedDocuments, *, seed: int, report: DataReport, fingerprint: str, shuffle: bool = True
+        self,
+        layout: ArrangedDocuments,
+        *,
+        seed: int,
+        report: DataReport,
+        fingerprint: str,
+        contents: Contents = UNRECORDED,
+        shuffle: bool = True,
     ):
         self.layout = layout
         self._seed, self._shuffle = seed, shuffle
         self.report, self.unit = report, report.unit
-        self.fingerprint = fingerprint
+        self.fingerprint, self.contents = fingerprint, contents
         self.epoch = 0
         """Epoch of the last batch, from 0."""
         self._num_taken = 0  # batches taken in this epoch
@@ -177,10 +185,10 @@ class Batches:
             ("batches_per_epoch", "number of batches per epoch"),
         ):
             if state[key] != here[key]:
+                values = "" if key == "fingerprint" else f" (from {state[key]} to {here[key]})"
                 raise ValueError(
-                    f"cannot resume: the {name} changed since the checkpoint (from {state[key]} to {here[key]}), so "
-                    "the position in the data is lost. Change it back, or start a new run from the checkpoint's "
-                    "weights."
+                    f"cannot resume: the {name} changed since the checkpoint{values}, so the position in the data is "
+                    "lost. Change it back, or start a new run from the checkpoint's weights."
                 )
         self.epoch, self._num_taken = state["epoch"], state["num_taken"]
         self._plan = self._draw(self.epoch)

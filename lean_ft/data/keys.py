@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lean_ft.settings import DataConfig
+from lean_ft.system.contents import Content, Contents
 from lean_ft.system.user_functions import without_hashes
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.media import LIMITS, MEDIA_PACKAGES
@@ -42,11 +43,19 @@ def settings_of_batches(config: DataConfig) -> dict[str, Any]:
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    files = [*tokenizer.files, *filter(None, [tokenizer.template_file])]
     variables: list[Any] = [tokenizer.chat_template_kwargs] if tokenizer.chat_template_kwargs else []
-    for media in tokenizer.media:
-        files += [file for name in media.files if (file := tokenizer.folder / name).is_file()]
-    return hash_of(*(hashlib.blake2b(file.read_bytes()).hexdigest() for file in files), *variables)
+    return hash_of(*(file.digest for file in contents_of_tokenizer(tokenizer)), *variables)
+
+
+def contents_of_tokenizer(tokenizer: Tokenizer) -> Contents:
+    """The files that decide how rows are tokenized: the tokenizer's own, the chat template and those of images."""
+    template = [tokenizer.template_file] if tokenizer.template_file else []
+    of_media = [tokenizer.folder / name for media in tokenizer.media for name in media.files]
+    named = [(f"{file.relative_to(tokenizer.folder)} of the model", file) for file in tokenizer.files]
+    named += [(f"{file} (data.chat_template)", file) for file in template]
+    named += [(f"{file.name} of the model", file) for file in of_media if file.is_file()]
+    contents = [(name, file.read_bytes()) for name, file in named]
+    return Contents(Content(name, hashlib.blake2b(data).hexdigest(), len(data)) for name, data in contents)
 
 
 @cache

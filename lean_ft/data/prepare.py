@@ -21,7 +21,14 @@ from lean_ft.data.batch import Batch
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, renderer_of
-from lean_ft.data.keys import code_digest, hash_of, settings_of_batches, settings_of_documents, tokenizer_digest
+from lean_ft.data.keys import (
+    code_digest,
+    contents_of_tokenizer,
+    hash_of,
+    settings_of_batches,
+    settings_of_documents,
+    tokenizer_digest,
+)
 from lean_ft.data.kinds import Kind
 from lean_ft.data.largest import largest_batch
 from lean_ft.data.objective import Objective, objective_of, own_files
@@ -29,9 +36,11 @@ from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.pairs import num_prompt_tokens
 from lean_ft.data.parts import kinds_of
 from lean_ft.data.report import DataReport
-from lean_ft.data.sources import RowSources
+from lean_ft.data.rows import NamedDigest
+from lean_ft.data.sources import RowSources, SourceContent
 from lean_ft.settings import DataConfig, Sources
 from lean_ft.system.cache import FORMAT, EntryWriter, cache_folder, forget_entry, limit_size, load_entry
+from lean_ft.system.contents import Content, Contents
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 
@@ -58,8 +67,7 @@ class Prepared:
 
     documents: Columns
     report: DataReport
-    content: str
-    """Hash of the source's content."""
+    content: SourceContent
     key: str | None
     """Key of the cache entry and, for a part, of the part; None if the entry is kept for this run only."""
 
@@ -142,8 +150,14 @@ class Preparation:
             columns = replace(part.documents, pad_id=self.tokenizer.pad_id, first=first, num_in_all=num_in_all)
             layouts.append(ArrangedDocuments(replace(arrangement, most_in_a_row=most), columns, self.objective))
             first += len(columns)
-        fingerprint, shuffle = self.fingerprint(whole), self.config.shuffle
-        batches = Batches(layouts[0], seed=self.seed, report=trained.report, fingerprint=fingerprint, shuffle=shuffle)
+        batches = Batches(
+            layouts[0],
+            seed=self.seed,
+            report=trained.report,
+            fingerprint=self.fingerprint(whole),
+            contents=self.contents(whole),
+            shuffle=self.config.shuffle,
+        )
         return batches, None if held_out is None else EvalBatches(layouts[1], held_out.report)
 
     def documents(self, source: Sources) -> Prepared:
@@ -154,10 +168,10 @@ class Preparation:
         sources = RowSources.of(self.config, source)
         content = sources.content(self.folder)
         key = self._key_of_documents(sources, content)
-        digest = hashlib.blake2b(digest_size=16)  # of rows that are not in files
+        read = NamedDigest()  # of rows that are not in files
 
         def write(writer: EntryWriter) -> None:
-            parts = Parts(renderer_of(self.config, self.tokenizer, source), digest if content is None else None)
+            parts = Parts(renderer_of(self.config, self.tokenizer, source), read if content is None else None)
             for part in parts:
                 writer.append(part.stored)
             writer.about["report"] = asdict(parts.report)
@@ -178,7 +192,7 @@ class Preparation:
         if key is not None and report.unreadable:  # the next start looks for the file again
             forget_entry(self.folder, key)
             key = None
-        return Prepared(columns, report, content or digest.hexdigest(), key)
+        return Prepared(columns, report, content or SourceContent(read.hexdigest(), read.contents()), key)
 
     def parts(self, whole: Prepared) -> tuple[Prepared, Prepared | None]:
         """Return the training rows of the source's documents, by weight, and the held-out rows, if any."""
@@ -226,7 +240,7 @@ class Preparation:
     def _cached(self, key: str | None, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return load_entry(self.folder, key, lambda writer: writer.append(make()))[0]
 
-    def _key_of_documents(self, sources: RowSources, content: str | None) -> str | None:
+    def _key_of_documents(self, sources: RowSources, content: SourceContent | None) -> str | None:
         files = own_files(self.config)
         if content is None or not all(files.values()):
             return None
@@ -234,7 +248,7 @@ class Preparation:
         settings = [type(self.config.importable()).__name__, settings_of_documents(self.config)]
         # Paths in rows are relative to the folder of the rows.
         folders = sources.folders() if self.kinds else []
-        digests = code_digest(), content, tokenizer_digest(self.tokenizer)
+        digests = code_digest(), content.digest, tokenizer_digest(self.tokenizer)
         return f"documents-{hash_of(FORMAT, *digests, settings, *folders, *own_code)}"
 
     def keys(self, prepared: Prepared) -> Keys:
@@ -249,11 +263,27 @@ class Preparation:
         arrangement: list[int] = [True] if self.share_prompts else []
         if self.config.packing in ("bfd", "bfd_split"):
             arrangement.append(PACKING_VERSION)
-        of_kinds = [kind.fingerprint(whole.documents) for kind in whole.documents.kinds]
-        if own_files(self.config):  # the code of an own objective may change, so its documents count
-            of_kinds.append(whole.documents.content())
+        of_documents = [content.digest for content in self._contents_of_documents(whole)]
         draws = settings_of_batches(self.config), self.weights, self.drawn_by
-        return hash_of(whole.content, tokenizer_digest(self.tokenizer), *draws, *arrangement, *of_kinds)
+        return hash_of(whole.content.digest, tokenizer_digest(self.tokenizer), *draws, *arrangement, *of_documents)
+
+    def contents(self, whole: Prepared) -> Contents:
+        """What `fingerprint` hashes, by name, but for the settings."""
+        versions = [Content("the packing, which this version of lean_ft computes", str(PACKING_VERSION))]
+        sharing = [Content("the prompt of a pair, which is computed once", "")] if self.share_prompts else []
+        packing = versions if self.config.packing in ("bfd", "bfd_split") else []
+        of_tokenizer = contents_of_tokenizer(self.tokenizer)
+        return Contents([*whole.content.parts, *of_tokenizer, *packing, *sharing, *self._contents_of_documents(whole)])
+
+    def _contents_of_documents(self, whole: Prepared) -> list[Content]:
+        """What the content of the sources' files does not decide."""
+        columns = whole.documents
+        contents = [
+            Content(f"the sizes of {kind.unit}s in the rows", kind.fingerprint(columns)) for kind in columns.kinds
+        ]
+        if files := own_files(self.config):  # the code of an own objective may change, so its documents count
+            contents.append(Content(f"the documents that {', '.join(files)} makes of the rows", columns.content()))
+        return contents
 
 
 # Training rows --------------------------------------------------------------------------------------------------------

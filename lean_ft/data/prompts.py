@@ -5,7 +5,6 @@ the column `answer`. With a chat template, a plain-text prompt is wrapped as a u
 All prompts are kept in memory.
 """
 
-import hashlib
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -27,13 +26,14 @@ from lean_ft.data.formats import (
     refuse_in_plain_text,
     writes_chats,
 )
-from lean_ft.data.keys import hash_of, tokenizer_digest
+from lean_ft.data.keys import contents_of_tokenizer, hash_of, tokenizer_digest
 from lean_ft.data.media import UNREAD_FIELDS, refuse_media
 from lean_ft.data.objective import Objective
 from lean_ft.data.parts import PART_FIELDS, kinds_of, units_read, units_shown, unread_part_keys, without_contents
 from lean_ft.data.report import DataReport
-from lean_ft.data.rows import Digest, Row, names_of
+from lean_ft.data.rows import Digest, NamedDigest, Row, names_of
 from lean_ft.settings import PromptDataConfig, PromptRowsConfig
+from lean_ft.system.contents import UNRECORDED, Content, Contents
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
 
@@ -72,10 +72,11 @@ class Prompts:
         seed: int,
         report: DataReport,
         fingerprint: str,
+        contents: Contents = UNRECORDED,
         shuffle: bool = True,
     ) -> None:
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
-        self.report, self.fingerprint = report, fingerprint
+        self.report, self.fingerprint, self.contents = report, fingerprint, contents
         self._orders: dict[int, np.ndarray] = {}  # the current epoch only
 
     def __len__(self) -> int:
@@ -119,7 +120,7 @@ def prompt_rows(
 def _read_prompts(
     config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]]
 ) -> tuple[Prompts, list[Prompt] | None]:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = NamedDigest()
     rows = config.rows(tools)
     (prompts, report), held_out = _read(renderer_of(rows, tokenizer), digest), None
     if config.validation_source is not None:
@@ -139,7 +140,13 @@ def _read_prompts(
     settings |= {} if config.shuffle else {"shuffle": False}
     settings |= {"tools": tools} if tools else {}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
-    return Prompts(prompts, seed=seed, report=report, fingerprint=fingerprint, shuffle=config.shuffle), held_out
+    schemas = [(str(tool.get("function", tool).get("name")), hash_of(tool)) for tool in tools]
+    of_tools = [Content(f"the schema of the tool {name}", schema) for name, schema in schemas]
+    contents = Contents([*digest.contents(), *contents_of_tokenizer(tokenizer), *of_tools])
+    made = Prompts(
+        prompts, seed=seed, report=report, fingerprint=fingerprint, contents=contents, shuffle=config.shuffle
+    )
+    return made, held_out
 
 
 def _read(render: Renderer, digest: Digest) -> tuple[list[Prompt], DataReport]:

@@ -1,5 +1,6 @@
 """Types for a row of data."""
 
+import hashlib
 from collections.abc import Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
 from lean_ft.data.media import content_types
+from lean_ft.system.contents import Content, Contents
 from lean_ft.system.foreign_values import plain
 from lean_ft.system.whole_files import kind as kind
 
@@ -18,6 +20,41 @@ class Digest(Protocol):
     """A `hashlib` hash object."""
 
     def update(self, data: bytes, /) -> None: ...
+
+
+class NamedDigest:
+    """Hash of everything that is read, in order, and of each named part of it."""
+
+    def __init__(self) -> None:
+        self._whole, self._parts = hashlib.blake2b(digest_size=16), dict[str, _Part]()
+
+    def update(self, data: bytes, /) -> None:
+        """Add something without a name."""
+        self._whole.update(data)
+
+    def part(self, name: str) -> Digest:
+        return self._parts.setdefault(name, _Part(self._whole))
+
+    def hexdigest(self) -> str:
+        return self._whole.hexdigest()
+
+    def contents(self) -> Contents:
+        return Contents(Content(name, part.own.hexdigest(), part.size) for name, part in self._parts.items())
+
+
+class _Part:
+    def __init__(self, whole: Digest) -> None:
+        self._whole, self.own, self.size = whole, hashlib.blake2b(digest_size=16), 0
+
+    def update(self, data: bytes, /) -> None:
+        self._whole.update(data)
+        self.own.update(data)
+        self.size += len(data)
+
+
+def part_of(digest: Digest | None, name: str) -> Digest | None:
+    """The hash of a named part; a hash object without parts itself."""
+    return digest.part(name) if isinstance(digest, NamedDigest) else digest
 
 
 class Row(NamedTuple):

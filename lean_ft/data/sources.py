@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from shlex import quote
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from lean_ft.data.arrow_rows import dataset_files, is_parquet, read_dataset, read_parquet_file
 from lean_ft.data.keys import hash_of
-from lean_ft.data.rows import Digest, Row, kind, through_gate
+from lean_ft.data.rows import Digest, Row, kind, part_of, through_gate
 from lean_ft.data.splits import is_sliced, read_split, rows_of_split
 from lean_ft.data.text_files import read_text_file
 from lean_ft.hub.paths import resolve_data_path
 from lean_ft.settings import DataConfig, DataSource, Sources
 from lean_ft.system.cache import content_digest
+from lean_ft.system.contents import Content, Contents, name_of_file
 from lean_ft.system.log import slow_calls_reported
 from lean_ft.system.spelling import nearest
 from lean_ft.system.user_code import Caller, Failed, copied
@@ -31,6 +32,14 @@ EXPECTED = "a JSONL, JSON, CSV, TSV, TXT or Parquet file, a glob, or a Hugging F
 OF_ALL_SOURCES = ("format", "columns", "subset", "split")  # sources inherit these from `data`
 _DATA_FILE = r"(\.\w+)?\.(gz|zst|zstd)$|\.(jsonl?|csv|tsv|txt|md|parquet)$"
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files written by save_to_disk
+
+
+class SourceContent(NamedTuple):
+    """What the sources of some rows hold."""
+
+    digest: str
+    parts: Contents
+    """By the names that messages show."""
 
 
 @dataclass(frozen=True)
@@ -86,32 +95,44 @@ class RowSources:
                 f"data.streaming=true applies to Hugging Face datasets, but {trained[0].path} is a file. Leave it out."
             )
 
-    def content(self, folder: Path) -> str | None:
-        """Hash of the content of the files, in order; None if a part of the sources is not stored in files.
+    def content(self, folder: Path) -> SourceContent | None:
+        """Hashes of the content of the files, in order; None if a part of the sources is not stored in files.
 
         folder: of the cache, where the hashes of files are stored. The hash includes file suffixes, which determine how
         CSV is read, and the results of a function from Python. Raises ValueError if a file does not exist.
         """
-        parts: list[Any] = []
+        parts, named = list[Any](), list[Content]()
         for one in self.sources:
-            files, part = files_of(one), one.split if is_sliced(one.split or "") else None
+            files, part, start = files_of(one), one.split if is_sliced(one.split or "") else None, ""
             if files is None and not self.config.streaming:
                 assert one.split is not None
                 files = dataset_files(str(resolve_data_path(one.path)), subset=one.subset, split=one.split)
                 part = [one.subset, one.split]  # `train` and `train[:10%]` have the same files
+                start = f"{_name_of_dataset(one)}: "
             if not files:
                 return None
+            convert, code = self._content_of_format(one)
             contents = [(file.suffixes, content_digest(file, folder / "files")) for file in files]
-            parts.append([self._content_of_format(one), one.columns, part, *contents])
-        return hash_of(parts)
+            parts.append([convert, one.columns, part, *contents])
+            names = [start + file.name if start else name_of_file(str(file)) for file in files]
+            sizes = [file.stat().st_size for file in files]
+            digests = [digest for _, digest in contents]
+            named += map(Content, names, digests, sizes)
+            named += code
+        return SourceContent(hash_of(parts), Contents(named))
 
-    def _content_of_format(self, source: DataSource) -> Any:
+    def _content_of_format(self, source: DataSource) -> tuple[Any, list[Content]]:
+        """What decides how rows are read, and the code or its results by name."""
         if source.format in PASSED:
             digest = hashlib.blake2b(digest_size=16)
             for _ in replace(self, sources=[source]).rows(digest):
                 pass
-            return digest.hexdigest()
-        return [source.format, file_digest(source.format)] if is_function_path(source.format) else source.format
+            results = f"what {source.format.rpartition(':')[2]} returns (data.format)"
+            return digest.hexdigest(), [Content(results, digest.hexdigest())]
+        if not is_function_path(source.format):
+            return source.format, []
+        digest = file_digest(source.format)
+        return [source.format, digest], [Content(f"{source.format.rpartition(':')[0]} (data.format)", digest)]
 
     def folders(self) -> list[str]:
         """The folders of the files, to which paths in rows are relative."""
@@ -173,9 +194,11 @@ def _read_source(source: DataSource, digest: Digest | None, *, streaming: bool) 
         return rows
     assert source.format is not None
     is_passed = source.format in PASSED  # its results may follow from values outside its source, so they count
-    if digest is not None and not is_passed:
-        digest.update(file_digest(source.format).encode())
-    return map(through_gate, _converted(rows, source.format, digest if is_passed else None))
+    file, _, name = source.format.rpartition(":")
+    if not is_passed and (code := part_of(digest, f"{file} (data.format)")) is not None:
+        code.update(file_digest(source.format).encode())
+    results = part_of(digest, f"what {name} returns (data.format)") if is_passed else None
+    return map(through_gate, _converted(rows, source.format, results))
 
 
 def _converted(rows: Iterator[Row], name: str, digest: Digest | None = None) -> Iterator[Row]:
@@ -223,9 +246,8 @@ def _rows_as_stored(source: DataSource, digest: Digest | None, *, streaming: boo
     files = files_of(source)
     if files is None:
         assert source.split is not None
-        yield from read_dataset(
-            str(resolve_data_path(source.path)), digest, subset=source.subset, split=source.split, streaming=streaming
-        )
+        digest, name = part_of(digest, f"the rows of {_name_of_dataset(source)}"), str(resolve_data_path(source.path))
+        yield from read_dataset(name, digest, subset=source.subset, split=source.split, streaming=streaming)
         return
     split = source.split or "train"
     if not is_sliced(split):
@@ -243,7 +265,14 @@ def _rows_as_stored(source: DataSource, digest: Digest | None, *, streaming: boo
 
 def _rows_of_files(files: list[Path], digest: Digest | None) -> Iterator[Row]:
     for file in files:
+        name = name_of_file(str(file))
         # Rows passed as Python objects are in a file of the cache, and their paths are relative to the current folder.
-        folder = Path.cwd() if re.fullmatch(r"rows/[0-9a-f]{32}\.jsonl", "/".join(file.parts[-2:])) else file.parent
-        for row in read_parquet_file(file, digest) if is_parquet(file) else read_text_file(file, digest):
-            yield row._replace(folder=folder)
+        folder = file.parent if name == str(file) else Path.cwd()
+        part = part_of(digest, name)
+        for row in read_parquet_file(file, part) if is_parquet(file) else read_text_file(file, part):
+            yield row._replace(folder=folder, place=row.place.replace(str(file), name, 1))
+
+
+def _name_of_dataset(source: DataSource) -> str:
+    subset = "" if source.subset is None else f"{source.subset}, "
+    return f"{source.path} ({subset}{source.split})"

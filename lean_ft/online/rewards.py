@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lean_ft.data import Prompt
 from lean_ft.data.columns import Document
@@ -324,9 +325,12 @@ def _load(reward: Reward, load: Callable[[str], Any] = load_function) -> Functio
     assert reward.function is not None
     if ":" not in reward.function:
         if reward.function not in BUILT_IN:
+            hint = did_you_mean(reward.function, BUILT_IN)
+            if repository_name(reward.function) is not None:
+                hint += f" A reward model of the Hub is 'rewards=[{{model: {reward.function}}}]'."
             raise ValueError(
-                f"unknown reward '{reward.function}'.{did_you_mean(reward.function, BUILT_IN)} Expected "
-                f"{', '.join(BUILT_IN)}, your own function (my_rewards.py:name), or the folder of a reward model."
+                f"unknown reward '{reward.function}'.{hint} Expected {', '.join(BUILT_IN)}, your own function "
+                "(my_rewards.py:name), or the folder of a reward model."
             )
         if reward.function == "format" and reward.pattern is None:
             raise ValueError(
@@ -341,6 +345,13 @@ def _load(reward: Reward, load: Callable[[str], Any] = load_function) -> Functio
     if ":" not in reward.function:
         return partial(BUILT_IN[reward.function], reward.pattern)
     try:
-        return load(reward.function)
+        loaded = load(reward.function)
     except ValueError as error:
         raise ValueError(f"rewards: {error}") from error
+    if isinstance(loaded, nn.Module) and "completions" not in inspect.signature(loaded.forward).parameters:
+        raise ValueError(
+            f"rewards: a {type(loaded).__name__} is a model, and a reward is a function of texts. Save the model with "
+            "its tokenizer, model.save_pretrained('judge') and tokenizer.save_pretrained('judge'), and set "
+            "'rewards=[{model: judge}]'."
+        )
+    return loaded

@@ -68,7 +68,7 @@ class Rounds(Generic[BatchT]):
         self._cfg, self._prompts, self._pad_id, self._ranks = cfg, prompts, pad_id, ranks
         self._shares_prompts, self.kinds = share_prompts, prompts[0].text.kinds
         self._never_trained = frozenset[int]().union(*(kind.never_trained for kind in self.kinds))
-        self.report, self.fingerprint = prompts.report, prompts.fingerprint
+        self.report, self.fingerprint, self.contents = prompts.report, prompts.fingerprint, prompts.contents
         self.num_completions = per_step * generation.steps_per_round * self.completions_in_a_row
         if self.num_completions % generation.num_answers:
             whole = cfg.batches_of_a_round
@@ -252,10 +252,10 @@ class Rounds(Generic[BatchT]):
         """Resume at `state`. Raises ValueError if the size of rounds or the prompts changed."""
         for name, here in self._sizes().items():
             if state.get(name) != here:
+                change = "changed" if name == "data" else f"was {state.get(name)} and is now {here}"
                 raise ValueError(
-                    f"cannot resume: {name.replace('_', ' ')} was {state.get(name)} and is now {here}, so the run's "
-                    "position in the prompts is unknown. Restore the old value, or start a new run from the "
-                    "checkpoint's weights."
+                    f"cannot resume: {name.replace('_', ' ')} {change}, so the run's position in the prompts is "
+                    "unknown. Restore the old value, or start a new run from the checkpoint's weights."
                 )
         self._place, self._round = state["place"], state["round"]
         self._step = self._steps if state["step"] is None else state["step"]

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
+from lean_ft.system.contents import Words, differences
 from lean_ft.system.launch import FAILURE_KEY, POLL_SECONDS, check_host, shared_store
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.world import world
@@ -275,8 +276,9 @@ def _refuse_different(by_rank: Sequence[tuple[str, dict[str, Any]]]) -> None:
     for rank, (host, other) in enumerate(remaining, start=1):
         different = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if different:
+            words = Words("on rank 0", f"on rank {rank}", "differs", "on rank 0 alone", f"on rank {rank} alone")
             lines = "".join(
-                f"\n  {key}: {first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank}" for key in different
+                f"\n  {line}" for key in different for line in differences(key, first.get(key), other.get(key), words)
             )
             raise ValueError(
                 f"rank {rank} ({host}) differs from rank 0 ({first_host}):{lines}\n"

@@ -26,6 +26,7 @@ from lean_ft.settings import (
     ReferencedLossConfig,
     Settings,
 )
+from lean_ft.system.contents import UNRECORDED
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.host_link import HostLink
 from lean_ft.system.shards import ALONE, Ranks, local
@@ -179,7 +180,7 @@ class LargestBatches:
     """Training batches of the largest possible size."""
 
     batches_per_epoch = 1
-    fingerprint = ""
+    fingerprint, contents = "", UNRECORDED
 
     def __init__(self, world: PlannedWorld, largest: Callable[[], Batch]) -> None:
         self._world, self._largest = world, largest

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lean_ft.system.contents import Contents
 from lean_ft.system.log import say
 from lean_ft.system.whole_files import read_json, sync, write_json
 
@@ -309,6 +310,10 @@ def read_training_state(folder: Path) -> State:
     for name, value_type in expected.items():
         if type(state.get(name)) is not value_type:
             raise ValueError(f"{path} cannot be used: expected the field {name}, of type {value_type.__name__}.")
+    try:
+        Contents.of(state.get("data_contents", []))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: data_contents: {error}.") from None
     if not {"batches", "scaler"} <= state.keys() or type(state.get("bad_steps", 0)) is not int:
         raise ValueError(
             f"{path} cannot be used: it lacks the position in the data, the loss scale or the number of bad steps."

@@ -182,6 +182,7 @@ class Checkpoints:
             "batches": place.batches,
             "scaler": place.scaler,
             "data_fingerprint": self._batches.fingerprint,
+            "data_contents": self._batches.contents.as_json(),
             "settings": settings_of(self._cfg),
             "bad_steps": self._bad_steps.count,
             "carried": _plain(place.carried),

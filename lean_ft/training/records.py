@@ -18,6 +18,7 @@ from lean_ft.data.batches import Batches
 from lean_ft.settings import OptimizerConfig, RecipeConfig, recipe_name
 from lean_ft.settings.strict_yaml import to_yaml
 from lean_ft.settings.text import dotted
+from lean_ft.system.contents import HASH
 from lean_ft.system.log import say
 from lean_ft.system.redaction import on_one_line, redact, redact_values
 from lean_ft.system.run_directory import CONFIG_FILE, LOCK_FILE, RUN_FILE, TOOL_RESULTS_FILE, read_starts
@@ -41,7 +42,7 @@ def settings_of(cfg: RecipeConfig) -> Settings:
         return settings
     # One value, also if it is empty, so that a pattern that is added or removed counts as a change.
     settings = {key: value for key, value in settings.items() if not key.startswith("optimizer.lr_ratios.")}
-    own = {} if optimizer.content is None else {CONTENT_OF_RULE: f"hash {optimizer.content}"}
+    own = {} if optimizer.content is None else {CONTENT_OF_RULE: HASH + optimizer.content}
     return {**settings, "optimizer.lr_ratios": redact_values(optimizer.lr_ratios), **own}
 
 
@@ -60,7 +61,8 @@ def _is_set(cfg: RecipeConfig, key: str) -> bool:
 
 def facts_that_ranks_share(cfg: RecipeConfig, batches: Batches) -> Settings:
     """The settings and data facts that must be equal on all ranks, by name."""
-    data = {"data fingerprint": batches.fingerprint, "batches per epoch": batches.batches_per_epoch}
+    data = {"the data": HASH + batches.fingerprint, "contents of the data": batches.contents}
+    data |= {"batches per epoch": batches.batches_per_epoch}
     return {"recipe": recipe_name(cfg), **settings_of(cfg), **data}
 
 

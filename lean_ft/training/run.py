@@ -160,9 +160,9 @@ class Run:
 
     def _open(self) -> None:
         """Start in the locked directory: new, from a checkpoint, or complete."""
-        cfg, length, fingerprint = self.cfg, self.length, self.batches.fingerprint
+        cfg, length, data = self.cfg, self.length, self.batches
         base = self.ranks.on_rank_zero(lambda: base_fingerprint(self.model))
-        self._start = start = self.ranks.on_rank_zero(lambda: decide_start(cfg, length, fingerprint, base))
+        self._start = start = self.ranks.on_rank_zero(lambda: decide_start(cfg, length, data, base))
         self._checkpoints.base_fingerprint = base
         self.writes = self.ranks.rank == 0
         self._step = self._done_steps = start.step
@@ -188,7 +188,9 @@ class Run:
                 set_metrics_aside(self._metrics.path)
             if not start.is_complete:
                 self._checkpoints.check_free_space(needed_bytes, start.step)
-            record_start(cfg, self.device, fingerprint, start.step, start.folder, self.ranks.size, length.total_steps)
+            record_start(
+                cfg, self.device, data.fingerprint, start.step, start.folder, self.ranks.size, length.total_steps
+            )
             self._metrics.loggers = Loggers(cfg.log, self.directory, settings_of(cfg), start.step)
 
         self.ranks.on_rank_zero(record)

@@ -22,16 +22,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from torch import nn
 
+from lean_ft.data.batches import Batches
 from lean_ft.hub.paths import path_at_commit
 from lean_ft.models.own_families import check_own_families
 from lean_ft.optim import scheduled
 from lean_ft.settings import ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, models_of, recipe_name
 from lean_ft.system.catalog import without_alias
+from lean_ft.system.contents import Contents, differences
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.launch import decided_by_rank_zero
 from lean_ft.system.log import say
@@ -107,16 +110,16 @@ class Start:
 def decide_start(
     cfg: RecipeConfig,
     length: Length | None = None,
-    data_fingerprint: str = "",
+    data: Batches | None = None,
     base_fingerprint: str | None = None,
     earlier: RecordedRun | None = None,
 ) -> Start:
     """Decide how a run with these settings starts. Nothing is loaded or changed.
 
-    Without `length`, before model and data are loaded, checksums of large files and the content of the data are not
-    compared, and nothing is logged. `base_fingerprint`: of the frozen weights below an adapter. `earlier`: the run that
-    is resumed, if it was read before. Raises ValueError, with the settings that differ and both values, if `output_dir`
-    and `resume` cannot hold this run.
+    Without `length` and `data`, before model and data are loaded, checksums of large files and the content of the data
+    are not compared, and nothing is logged. `base_fingerprint`: of the frozen weights below an adapter. `earlier`: the
+    run that is resumed, if it was read before. Raises ValueError, with the settings that differ and
+    both values, if `output_dir` and `resume` cannot hold this run.
     """
     earlier = earlier or read_earlier(cfg, quick=length is None)
     folder = earlier.checkpoint
@@ -132,8 +135,8 @@ def decide_start(
         raise ValueError(_refusal(f"{folder} was written with other settings", [*refused.values()]) + hint)
     start = Start(folder, earlier.state, is_own, rows=earlier.rows, changes=[*logged.values()])
     is_complete, limits = cfg.max_steps is not None and cfg.max_steps <= start.step, "max_steps"
-    if length is not None:
-        _compare_content(start, now, data_fingerprint, base_fingerprint)
+    if length is not None and data is not None:
+        _compare_content(start, now, data, base_fingerprint)
         length = replace(length, eval_losses=start.eval_losses)
         is_complete, limits = length.is_over(start.step), length.limits
     if is_complete and (changes := _changes(before, now, sorted(before.keys() - OF_COMPLETE - CONTENT))):
@@ -386,20 +389,45 @@ def _hint(cfg: RecipeConfig, before: Settings, refused: Collection[str]) -> str:
     return f"\nWith batch_size={size}, set gradient_accumulation_steps={rows // size} to keep {rows} rows per step."
 
 
-def _compare_content(start: Start, now: Settings, data_fingerprint: str, base_fingerprint: str | None) -> None:
+def _compare_content(start: Start, now: Settings, data: Batches, base_fingerprint: str | None) -> None:
     """Compare the content of the data, and the weights below an adapter, with those that the checkpoint was trained on.
 
     Checkpoints of early versions and models with random weights have no fingerprint of weights, and are not compared.
     """
     state = start.state
-    if data_fingerprint != state["data_fingerprint"]:
-        changes = _changes(_recorded_settings(state), now, sorted(CONTENT))
-        changes.append(_change("data fingerprint", state["data_fingerprint"], data_fingerprint))
-        raise ValueError(_refusal(f"{start.folder} was trained on other data", changes))
+    assert start.folder is not None
+    if data.fingerprint != state["data_fingerprint"]:
+        lines, weights, merge = _lines(_changed_data(state, now, data)), str(start.folder), ""
+        if (start.folder / "adapter_config.json").is_file():
+            weights, merge = "merged", f"run `leanft export {quote(weights)} merged --merge`, and "
+        raise ValueError(
+            f"{start.folder} was trained on other data:{lines}\nRestore what changed to resume the run. To go on from "
+            f"its weights with the new data, {merge}start another run: set model.path={quote(weights)} and a new "
+            "output_dir."
+        )
     before = state.get("base_fingerprint")
     if before is not None and base_fingerprint is not None and before != base_fingerprint:
-        change = _change("fingerprint of the weights of model.path", before, base_fingerprint)
-        raise ValueError(_refusal(f"{start.folder} holds an adapter of another model", [change]))
+        raise ValueError(
+            f"{start.folder} holds an adapter of another model: the weights of model.path={now.get('model.path')} "
+            "changed since the checkpoint.\nRestore these weights to resume the run, or set a new output_dir to train "
+            "a new adapter."
+        )
+
+
+def _changed_data(state: State, now: Settings, data: Batches) -> list[str]:
+    """What changed in the data since a checkpoint, by name."""
+    settings = _recorded_settings(state)
+    if not (before := Contents.of(state.get("data_contents", []))):
+        changes = _changes(settings, now, sorted(CONTENT))
+        return [*changes, "the data changed since the checkpoint, which has no record of its files"]
+    lines = before.differences(Contents.of(data.contents.as_json()))
+    # A text is the name of what `lines` name. A list may also have other weights.
+    is_named = isinstance(settings.get("data.source"), str) and isinstance(now.get("data.source"), str)
+    lines += [] if is_named else _changes(settings, now, ["data.source"])
+    # Older checkpoints lack newer settings.
+    newer = [key for key in sorted(now.keys() - settings.keys()) if key.startswith("data.")]
+    lines = lines or [f"{key}: not on record then, {json.dumps(now[key])} now" for key in newer]
+    return lines or ["the way in which lean_ft or your code arranges the rows"]
 
 
 def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
@@ -410,7 +438,8 @@ def _changes(before: Settings, now: Settings, keys: Iterable[str]) -> list[str]:
 
 
 def _change(key: str, old: JSON, new: JSON) -> str:
-    return f"{key}: {json.dumps(old)} then, {json.dumps(new)} now"
+    [line] = differences(key, old, new)
+    return line
 
 
 def _lines(changes: list[str]) -> str:

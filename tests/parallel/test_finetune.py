@@ -238,7 +238,7 @@ def test_all_ranks_refuse_with_the_reason(on_two):
         assert "gradient_accumulation_steps=1" in result["batches"] and "2 processes" in result["batches"]
         assert "memory.activation_offload=true" in result["offload"]
         assert "output_dir=run" in result["disk"] and "rank 1" in result["disk"]
-        assert "differs from rank 0" in result["pairs"] and "data fingerprint: " in result["pairs"]
+        assert "differs from rank 0" in result["pairs"] and "\n  differs: pairs.jsonl (" in result["pairs"]
         assert result["references"] == []  # refused before the reference model computes anything
 
 

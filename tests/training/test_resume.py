@@ -1,7 +1,11 @@
 """The real recipe with real data, decoder and optimizers: a resumed run is bitwise equal to an uninterrupted run."""
 
+import json
+import re
+
 import pytest
 
+from lean_ft.system.run_directory import write_manifest
 from lean_ft.training.checkpoints import Checkpoints
 from tests.training.toy_runs import digests, metrics
 
@@ -92,11 +96,49 @@ def test_data_is_known_by_its_content(train_real, inputs, tmp_path):
     assert (tmp_path / "run/step_00000004").exists()
 
     moved.write_text(moved.read_text().replace("5 times 5", "6 times 5"))
-    refusal = r"other data:\n  data\.source: .*rows.jsonl.* then, .*moved.jsonl.* now\n  data fingerprint: "
+    refusal = rf"other data:\n  removed: {inputs}/rows.jsonl\n  added: {moved}\nRestore what"
     with pytest.raises(ValueError, match=refusal):
         train_real(tmp_path / "run2", f"resume={tmp_path / 'run/step_00000002'}", f"data.source={moved}")
     with pytest.raises(ValueError, match=r"\n  data\.max_length: 48 then, 40 now"):
         train_real(tmp_path / "run", "data.max_length=40")
+
+
+def test_each_cause_of_other_data_is_named_without_hashes(train_real, tmp_path):
+    """Also by a checkpoint of a version that kept no record of files."""
+    code, template, rows = tmp_path / "own.py", tmp_path / "t.jinja", tmp_path / "rows.jsonl"
+    rows.write_text('{"q": "what is it", "a": "it"}\n' * 4)
+    code.write_text(
+        "def rows(row):\n    return dict(prompt=[dict(role='user', content=row['q'])], completion=row['a'])\n"
+    )
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    settings = [f"data.source={rows}", f"data.format={code}:rows", f"data.chat_template={template}", "max_steps=2"]
+    train_real(tmp_path / "run", *settings)
+
+    def refusal() -> str:
+        with pytest.raises(ValueError, match="was trained on other data") as refused:
+            train_real(tmp_path / "run", *settings, "max_steps=4")
+        assert not re.search(r"\b[0-9a-f]{16,}\b", str(refused.value))
+        assert f"set model.path={tmp_path}/run/step_00000002 and a new output_dir" in str(refused.value)
+        return str(refused.value)
+
+    for file, line in (
+        (rows, f"changed: {rows} (124 bytes then, 125 bytes now)"),
+        (code, f"changed: {code} (data.format)"),
+        (template, f"changed: {template} (data.chat_template) (52 bytes then, 53 bytes now)"),
+    ):
+        before = file.read_text()
+        file.write_text(before + "\n")
+        assert f"other data:\n  {line}\nRestore" in refusal()
+        file.write_text(before)
+
+    state_file = tmp_path / "run/step_00000002/training_state/training_state.json"
+    state = json.loads(state_file.read_text())
+    del state["data_contents"]
+    state_file.write_text(json.dumps(state))
+    (state_file.parents[1] / "manifest.json").unlink()
+    write_manifest(state_file.parents[1], 2)
+    rows.write_text(rows.read_text() + "\n")
+    assert "the data changed since the checkpoint, which has no record of its files" in refusal()
 
 
 @pytest.mark.first(1)

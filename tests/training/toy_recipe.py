@@ -15,6 +15,7 @@ from lean_ft.data import DataReport
 from lean_ft.models import load_model
 from lean_ft.optim import build_optimizer, learning_rate
 from lean_ft.settings import MemoryConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig
+from lean_ft.system.contents import UNRECORDED
 from lean_ft.training import Run, start
 
 SLEEP_SECONDS = 0.0  # in step 2, for tests that interrupt it
@@ -48,7 +49,7 @@ class Batches:
         self._batch_size, self._seed = batch_size, seed
         self._epoch = self._next = 0
         self.batches_per_epoch = -(-num_rows // batch_size)
-        self.fingerprint = f"{num_rows} rows"
+        self.fingerprint, self.contents = f"{num_rows} rows", UNRECORDED
 
     def take(self, count: int) -> list[Batch]:
         if self._next == self.batches_per_epoch:
