@@ -121,6 +121,7 @@ lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule
 loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
 kd_loss: {_component_: torchtune.modules.loss.ForwardKLLoss}
 kd_ratio: 0.5
+teacher_checkpointer: {_component_: c, checkpoint_dir: /tmp/Llama-3.1-8B-Instruct/, checkpoint_files: [a]}
 batch_size: 4
 epochs: 2
 max_steps_per_epoch: 50
