@@ -27,6 +27,14 @@ def _console(stream: TextIO) -> Console:
     return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False)
 
 
+def print_lines(text: str, before: str = "", stream: TextIO | None = None) -> None:
+    """Print sentences, `before` in front of the first line, to stdout or the stream. A terminal gets lines of its
+    width, broken at words and indented behind `before`."""
+    out: TextIO = stream if stream is not None else sys.stdout
+    lines = wrapped(text, _console(out).width, len(before)) if out.isatty() else text
+    print(before + lines, file=out, flush=True)
+
+
 def print_rows(title: str, rows: Mapping[str, str]) -> None:
     """Print a titled table of names and their descriptions."""
     stdout().print(Text(title, style="bold"))
@@ -42,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     rows = [[on_one_line(cell) for cell in row] for row in rows]
     names = [name.removeprefix(">") for name in columns]
     if console.is_terminal:
-        table = Table(box=None, show_header=any(names), padding=(0, 2, 0, 0), header_style="bold")
+        table = Table(box=None, show_header=any(names), padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
         for i, name in enumerate(names):
             style = "" if i else "cyan"
             table.add_column(

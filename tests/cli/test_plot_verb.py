@@ -48,3 +48,13 @@ def test_no_file_is_overwritten_without_a_word(leanft, two_runs, monkeypatch):
     assert (refused.code, Path("mine.png").read_text()) == (2, "mine")
     assert "mine.png exists already. Choose another name, or overwrite it with --force" in refused.err
     leanft.ok("plot", "a", "-o", "mine", "--force")
+
+
+def test_a_folder_of_runs(leanft, two_runs, tmp_path, monkeypatch):
+    (tmp_path / "a" / "step_00000001").mkdir()
+    (tmp_path / "a" / "step_00000001" / "config.json").touch()
+    drawn = []
+    monkeypatch.setattr(curves, "draw_curves", lambda runs, picture: drawn.extend([*runs, picture]))
+    leanft.ok("plot", tmp_path)
+    assert drawn == [tmp_path / "a", tmp_path / "b", Path("curves.png")]
+    assert f"Name one of them, such as {tmp_path}/a." in leanft("export", tmp_path, "out").err
