@@ -3,6 +3,7 @@
 A terminal gets colors, and text wrapped to its width. A pipe or a file gets plain, unwrapped lines.
 """
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,26 +46,60 @@ def print_rows(title: str, rows: Mapping[str, str]) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows of cells below their column names. A column whose name begins with `>` is right-aligned. If all names
-    are empty, no header is printed."""
+    are empty, no header is printed. A terminal that is too narrow for the longest words gets a paragraph per row."""
     console, right = stdout(), [name.startswith(">") for name in columns]
     rows = [[on_one_line(cell) for cell in row] for row in rows]
     names = [name.removeprefix(">") for name in columns]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    room = console.width - 2 * (len(names) - 1)
+    fitted = _fitted(widths, _widths_of_words(names, rows, right), room)
+    if console.is_terminal and sum(fitted) > room:
+        for row in rows:
+            _print_paragraph(console, names, row)
+        return
     if console.is_terminal:
         table = Table(box=None, show_header=any(names), padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
         for i, name in enumerate(names):
             style = "" if i else "cyan"
-            table.add_column(
-                name, justify="right" if right[i] else "left", no_wrap=right[i], overflow="fold", style=style
-            )
+            side = "right" if right[i] else "left"
+            table.add_column(name, justify=side, no_wrap=right[i], overflow="fold", style=style, width=fitted[i])
         for row in rows:
             table.add_row(*map(Text, row))
         console.print(table)
         return
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     for row in [names, *rows] if any(names) else rows:
         cells = zip(row, widths, right, strict=True)
         line = "  ".join(f"{cell:{'>' if is_right else '<'}{width}}" for cell, width, is_right in cells)
         console.print(Text(line.rstrip()), soft_wrap=True)
+
+
+def _widths_of_words(names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
+    """The width that each column of a table needs, so that no word is broken."""
+
+    def parts(cell: str, is_whole: bool) -> list[str]:
+        return [cell] if is_whole else re.findall(r"^ *\S*|\S+", cell)
+
+    columns = zip(zip(names, *rows, strict=True), right, strict=True)
+    return [max(len(part) for cell in column for part in parts(cell, is_whole)) for column, is_whole in columns]
+
+
+def _fitted(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Columns made narrower, the widest first and none below its `least`, until they fit into the room."""
+    fitted = list(widths)
+    while sum(fitted) > room and fitted != list(least):
+        widest = max((i for i in range(len(fitted)) if fitted[i] > least[i]), key=lambda i: fitted[i])
+        fitted[widest] -= 1
+    return fitted
+
+
+def _print_paragraph(console: Console, names: Sequence[str], row: Sequence[str]) -> None:
+    """Print the first cell of a row, and below it the others with their column names."""
+    facts = [f"{name}: {cell}" if name else cell for name, cell in list(zip(names, row, strict=True))[1:] if cell]
+    indent = len(row[0]) - len(row[0].lstrip()) + 2
+    console.print(Text(row[0], style="cyan"), soft_wrap=True)
+    if facts:
+        lines = wrapped(" " * indent + "; ".join(facts), console.width)
+        console.print(Text(lines), soft_wrap=True)
 
 
 @contextmanager

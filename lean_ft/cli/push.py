@@ -56,8 +56,9 @@ def push(
     sizes = {path: len(file) if isinstance(file, bytes) else file.stat().st_size for path, file in files.items()}
     access = "public" if public else "private"
     typer.echo(f"from  {folder}")
-    to = f"{repo}, created as a {access} repository if it does not exist. One commit adds or replaces:\n"
+    to = f"{repo}, created as a {access} repository if it does not exist. One commit adds or replaces:"
     print_lines(to, before="to    ")
+    typer.echo()
     total = (f"{len(sizes)} files", gibibytes(sum(sizes.values())))
     print_table(("", ">"), [*((path, gibibytes(size)) for path, size in sizes.items()), total])
     show(f"\n{CARD}:\n\n{files[CARD].decode()}")
