@@ -25,8 +25,8 @@ from lean_ft.tools import Tools
 
 HELP = """\
 /reset       start a new conversation
-/system TEXT start a new conversation with this system message; without TEXT, with none
-/image FILE  show the model an image with the next message; repeat it for several images
+/system TEXT start again with this system message; without TEXT, with none
+/image FILE  show the model an image with the next message; repeat for several
 /save FILE   append the conversation to a JSONL file, as a row for data.source
 /help        print this help
 /quit        exit; so does Ctrl-D

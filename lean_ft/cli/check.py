@@ -9,7 +9,7 @@ import typer
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, find
 from lean_ft.cli.errors import explain
-from lean_ft.cli.output import print_table, progress
+from lean_ft.cli.output import print_lines, print_table, progress
 from lean_ft.cli.run import quiet_libraries
 from lean_ft.settings.text import load_config, preset_recipe, preset_values
 from lean_ft.system import catalog
@@ -97,7 +97,7 @@ def check(
     columns = ("check", "what was compared", "result", "allowed", "verdict")
     print_table(columns, [(*cells, verdict.partition(": ")[0]) for *cells, verdict in rows])
     for verdict, names in reasons.items():
-        typer.echo(f"{verdict} ({', '.join(names)})")
+        print_lines(f"{verdict} ({', '.join(names)})")
     wrong = [row[0] for row in rows if row[-1].startswith(("DIFFERS", "FAILED"))]
     if all(row[-1].startswith("skipped") for row in rows):
         raise ValueError(f"nothing was checked: all of the {len(rows)} checks were skipped, for the reasons above.")

@@ -1,11 +1,13 @@
 """`leanft convert-config`: convert a configuration of torchtune, axolotl or LLaMA-Factory into a preset."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lean_ft.cli.arguments import Debug, run_command
+from lean_ft.cli.output import print_lines
 from lean_ft.settings.converted_config import convert_config as convert
 from lean_ft.system.log import show
 from lean_ft.system.whole_files import write_whole
@@ -28,9 +30,9 @@ def convert_config(
     preset = convert(file)
     text = preset.text(file.name)
     if preset.converted:
-        typer.echo(f"converted: {', '.join(preset.converted)}", err=True)
+        print_lines(f"converted: {', '.join(preset.converted)}", stream=sys.stderr)
     for remark in preset.remarks:
-        typer.echo(remark, err=True)
+        print_lines(remark, stream=sys.stderr)
     if output is None:
         show(text, end="")
         return

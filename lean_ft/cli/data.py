@@ -207,6 +207,9 @@ def _settings(
     ValueError if the recipe has no data."""
     if recipe is not None and _names_data(recipe):
         recipe, overrides = _run_on_file(recipe, config, overrides or [])
+    else:  # RECIPE FILE; a mistyped setting such as `data.packing` is no file
+        files = {word for word in overrides or [] if _names_data(word) and ({*"/*?"} & {*word} or Path(word).exists())}
+        overrides = [f"data.source={word}" if word in files else word for word in overrides or []]
     stand_in: EmbeddedModel | None = None
 
     def prepare(config_class: type[BaseModel], given: Mapping[str, str]) -> tuple[type[BaseModel], list[str]]:
@@ -308,8 +311,7 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     objective = next((candidate for candidate in objectives() if candidate.is_of_file(names, data.format)), None)
     recipe = "finetune" if objective is None else objective.recipe
     print_note(
-        f"shown as the recipe {recipe} reads the rows. For another, name it and the file: RECIPE "
-        f"{quote(f'data.source={file}')}"
+        f"shown as the recipe {recipe} reads the rows. For another, name it before the file: RECIPE {quote(file)}"
     )
     return recipe, [*([] if objective is None else objective.settings_of_file(names)), *settings]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
-from lean_ft.cli.output import stdout
+from lean_ft.cli.output import print_lines, stdout
 from lean_ft.system.redaction import redact_values
 
 
@@ -30,7 +30,7 @@ def env(
         width = max(map(len, facts))
         for name, value in facts.items():
             text = ", ".join(value) if isinstance(value, list) else str(value)
-            stdout().print(f"{name:<{width}}  {text}", markup=False)
+            print_lines(text, before=f"{name:<{width}}  ")
     if check:
         _check(device, facts if as_json else None)
 
@@ -48,7 +48,7 @@ def _report_private_names() -> None:
         markup=False,
     )
     for entry in missing.values():
-        stdout().print(f"  missing {entry.path}: {entry.without}", markup=False, soft_wrap=True)
+        print_lines(f"missing {entry.path}: {entry.without}", before="  ")
 
 
 def _check(device: str, facts: dict | None) -> None:
@@ -66,7 +66,7 @@ def _check(device: str, facts: dict | None) -> None:
     for outcome in check_device(device):
         outcomes.append(outcome)
         if facts is None:
-            stdout().print(f"{outcome.technique:<24}  {outcome.result:<8}  {outcome.why}", markup=False, soft_wrap=True)
+            print_lines(outcome.why, before=f"{outcome.technique:<24}  {outcome.result:<8}  ")
     if facts is not None:
         typer.echo(
             json.dumps(

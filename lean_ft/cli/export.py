@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug, OwnFamily
+from lean_ft.cli.output import print_lines
 
 _CANNOT_COMBINE = {
     "--adapter": {"--dtype", "--max-shard-size", "--dcp", "--merge", "--keep-vision", "--ollama"},
@@ -99,16 +100,16 @@ def export(
     if gguf is None and ollama:
         raise ValueError("--ollama is only used with --gguf. Add --gguf q4_k_m, or remove --ollama.")
     if adapter and gguf is not None:
-        typer.echo(str(export_gguf_adapter(source, destination, gguf, force, base)))
+        print_lines(str(export_gguf_adapter(source, destination, gguf, force, base)))
     elif adapter:
         folder = export_adapter(source, destination, force)
-        typer.echo(f"exported {folder} to {destination}, in PEFT's format.")
+        print_lines(f"exported {folder} to {destination}, in PEFT's format.")
         for sentence in sentences_not_in_files(folder):
-            typer.echo(f"Not in the files: {sentence}.")
+            print_lines(f"Not in the files: {sentence}.")
     elif gguf is not None:
-        typer.echo(str(export_gguf(source, destination, gguf, force, merge, base, ollama)))
+        print_lines(str(export_gguf(source, destination, gguf, force, merge, base, ollama)))
     elif dcp:
-        typer.echo(str(export_dcp(source, destination, dtype, force, merge, base)))
+        print_lines(str(export_dcp(source, destination, dtype, force, merge, base)))
     else:
         size = max_shard_size or "5GB"
-        typer.echo(str(export_folder(source, destination, dtype, size, force, merge, base, keep_vision)))
+        print_lines(str(export_folder(source, destination, dtype, size, force, merge, base, keep_vision)))

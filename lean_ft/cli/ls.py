@@ -62,7 +62,7 @@ def _print_presets(title: str, presets: Mapping[str, Path]) -> None:
         print_rows(title, {})
         return
     stdout().print(Text(title, style="bold"))
-    columns = ("  preset", "recipe", ">parameters", ">card", ">reserved", "")
+    columns = ("  preset", "recipe", ">params", ">card", ">reserved", "")
     shown = len(columns) if any(row[-1] for row in rows) else len(columns) - 1
     print_table(columns[:shown], [row[:shown] for row in rows])
     stdout().print()

@@ -41,8 +41,10 @@ app = typer.Typer(
     name="leanft",
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]. The name of a recipe "
-    "is a command too: [bold]leanft chat runs/tiny[/bold]",
+    epilog="Start with: [bold]leanft run full_finetune_single_device --config tiny/full[/bold]. Then use the run: "
+    "[bold]leanft chat RUN[/bold], [bold]leanft generate RUN prompt=TEXT[/bold], "
+    "[bold]leanft evaluate RUN data.source=FILE[/bold], [bold]leanft quantize RUN[/bold]. These four are recipes, and "
+    "the name of a recipe is a command: [bold]leanft ls[/bold] lists them.",
 )
 # Each module has a function with the module's name.
 VERBS = (

@@ -7,12 +7,17 @@ import typer
 
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import layout_columns, stdout
+from lean_ft.system.run_directory import METRICS_FILE
 
 
 def plot(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run directories. Runs may still be in progress.", show_default=False),
+        typer.Argument(
+            metavar="RUN...",
+            help="Run directories, or a folder of runs. Runs may still be in progress.",
+            show_default=False,
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -44,6 +49,7 @@ def plot(
         return
     from lean_ft.training.curves import draw_curves
 
+    runs = [run for given in runs for run in _runs_in(given) or [given]]
     picture = output or (runs[0] / "curves.png" if len(runs) == 1 else Path("curves.png"))
     if picture.suffix != ".png":
         picture = picture.with_name(picture.name + ".png")
@@ -60,3 +66,9 @@ def plot(
     replaced = " (replaced)" if picture.exists() else ""
     draw_curves(runs, picture)
     typer.echo(f"{picture}{replaced}")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs in a folder, by name; none if it is a run itself."""
+    is_run = (folder / METRICS_FILE).is_file()
+    return [] if is_run else sorted(file.parent for file in folder.glob(f"*/{METRICS_FILE}"))

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
-from lean_ft.cli.output import print_table
+from lean_ft.cli.output import print_lines, print_table
 from lean_ft.hub.paths import repository_name
 from lean_ft.system.log import show
 from lean_ft.system.units import gibibytes
@@ -56,10 +56,12 @@ def push(
     sizes = {path: len(file) if isinstance(file, bytes) else file.stat().st_size for path, file in files.items()}
     access = "public" if public else "private"
     typer.echo(f"from  {folder}")
-    typer.echo(f"to    {repo}, created as a {access} repository if it does not exist. One commit adds or replaces:\n")
+    to = f"{repo}, created as a {access} repository if it does not exist. One commit adds or replaces:"
+    print_lines(to, before="to    ")
+    typer.echo()
     total = (f"{len(sizes)} files", gibibytes(sum(sizes.values())))
     print_table(("", ">"), [*((path, gibibytes(size)) for path, size in sizes.items()), total])
     show(f"\n{CARD}:\n\n{files[CARD].decode()}")
     for remark in remarks:
-        typer.echo(f"note: {remark}")
+        print_lines(f"note: {remark}")
     typer.echo("dry run: nothing was uploaded.")

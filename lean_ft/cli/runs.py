@@ -1,7 +1,6 @@
 """`leanft runs`: print a table of runs."""
 
 import json
-import textwrap
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -10,6 +9,7 @@ import typer
 
 from lean_ft.cli.arguments import Debug
 from lean_ft.cli.output import layout_columns, print_table, stdout
+from lean_ft.system.log import wrapped
 
 _LR = "optimizer.lr"  # always shown
 _RUN_CHARACTERS, _SETTING_CHARACTERS = 40, 24  # of a run's name (its end) and of a setting's value (its start)
@@ -72,11 +72,9 @@ def runs(
         names = ", ".join(left_out[:5])
         if len(left_out) > 5:
             names += f" and {len(left_out) - 5} more"
-        note = (
-            f"not shown, to fit {width} characters: {names}. For all columns, run leanft runs {quote(str(folder))} "
-            "--json"
-        )
-        typer.echo(textwrap.fill(note, width), err=True)
+        command = f"leanft runs {quote(str(folder))} --json"
+        note = f"not shown, to fit {width} characters: {names}. For all columns, run `{command}`"
+        typer.echo(wrapped(note, width), err=True)
 
 
 def _aligned(result: str) -> str:

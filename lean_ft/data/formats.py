@@ -161,7 +161,7 @@ class RowFormat(NamedTuple):
                 renamed = f" (for `{name}`, by data.columns)" if theirs != name else ""
                 raise ValueError(
                     f"no field `{theirs}`{renamed}. The format {self.name} needs {', '.join(required)}; the row has "
-                    f"{names_of(row.fields)}. {how_to_rename(row.fields, required)}"
+                    f"{names_of(row.fields)}. {how_to_rename(row.fields, [required])}"
                 )
         prompts, others = self.fields.prompts, set[str]()
         if given := [names for names in prompts if any(is_given(fields.get(name)) for name in names)]:
@@ -210,16 +210,46 @@ def reading(row: Row) -> Iterator[None]:
         raise ValueError(f"{row.place}: its objects are nested too deeply to be rendered.") from None
 
 
-def how_to_rename(fields: Iterable[str], names: Sequence[str]) -> str:
-    """Return the end of a message for rows whose `fields` lack the `names`: the field that is one of them with a typing
-    error, or how columns are renamed."""
-    fields, absent = list(fields), [name for name in names if name not in fields]
+# Names that other files have for a field, in lower case.
+USUAL_NAMES = {
+    "prompt": ("question", "query", "instruction", "input", "user", "problem", "request", "q"),
+    "completion": ("answer", "response", "output", "reply", "assistant", "solution", "target", "a"),
+    "messages": ("chat", "dialog", "dialogue", "turns", "conversation"),
+    "chosen": ("good", "better", "preferred", "accepted", "winner"),
+    "rejected": ("bad", "worse", "dispreferred", "loser"),
+    "text": ("content", "document", "body", "sentence", "review", "article", "passage", "comment"),
+}
+
+
+def how_to_rename(fields: Iterable[str], formats: Sequence[Sequence[str]]) -> str:
+    """Return the end of a message for rows whose `fields` lack the required names of each of `formats`: the field that
+    is one of them with a typing error, the settings that read fields under their usual names, or how columns are
+    renamed."""
+    fields, names = list(fields), list(dict.fromkeys(name for names in formats for name in names))
+    absent = [name for name in names if name not in fields]
     for field in (field for field in fields if field not in names):
         if meant := nearest(field, absent, least=0.8):
             setting = quote(f"data.columns.{meant}={field}")
             return f"Did you mean '{meant}' by `{field}`? Rename the field, or if all rows have it, set {setting}."
-    example = "prompt" if "prompt" in names else names[0]
-    return f"If a column has another name, set data.columns, such as data.columns.{example}=COLUMN."
+    for required in formats:
+        if (meant := _by_usual_names(fields, required)) is not None:
+            which = " and ".join(f"`{field}` as {name}" for name, field in meant.items())
+            settings = " ".join(quote(f"data.columns.{name}={field}") for name, field in meant.items())
+            return f"To read {which}, add `{settings}`."
+    example = next((required for required in formats if "prompt" in required), formats[0])
+    settings = " ".join(f"data.columns.{name}=COLUMN" for name in example if name in absent)
+    return f"If a column has another name, add `{settings}`."
+
+
+def _by_usual_names(fields: Sequence[str], required: Sequence[str]) -> dict[str, str] | None:
+    """Return the field for each absent name of `required`, or None if a name has no field under a usual name."""
+    meant: dict[str, str] = {}
+    for name in (name for name in required if name not in fields):
+        usual = (field for other in USUAL_NAMES.get(name, ()) for field in fields if field.lower() == other)
+        if (field := next((field for field in usual if field not in meant.values()), None)) is None:
+            return None
+        meant[name] = field
+    return meant or None
 
 
 def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
@@ -266,15 +296,14 @@ def _detect(
             name = next((name for name in (best, *every) if fits(name, row)), f"none ({names_of(row.fields)})")
             kinds.setdefault(name, []).append(row.place)
         bad = next(row for row in readable if not fits(best, row))
-        hint = how_to_rename(bad.fields, every[best].required)
+        hint = how_to_rename(bad.fields, [every[best].required])
         listed = "".join(f"\n  {name}: {_shortened(places)}" for name, places in kinds.items())
         raise ValueError(
             f"the first {len(readable)} rows have different formats:{listed}\nPut each format into its own file and "
             f"list the files in data.source, or skip rows of other formats with data.on_bad_row=skip. {hint}"
         )
     expected = "; ".join(f"{name}: {', '.join(known[name].required)}" for name in known)
-    names = list(dict.fromkeys(name for fields in known.values() for name in fields.required))
-    hint = how_to_rename(readable[0].fields, names)
+    hint = how_to_rename(readable[0].fields, [fields.required for fields in known.values()])
     raise ValueError(
         f"{readable[0].place}: cannot detect the format from the fields {names_of(readable[0].fields)}. Expected the "
         f"fields of one format ({expected}) in the first {NUM_ROWS_TO_DETECT} rows. {hint}"

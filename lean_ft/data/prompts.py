@@ -205,7 +205,7 @@ class PromptReader(RowReader):
             if asked is None or asked == []:
                 raise ValueError(
                     f"the row has {names_of(row.fields)}; expected `prompt` (a text or messages) or `messages`. "
-                    f"{how_to_rename(fields, ('prompt', 'messages'))}"
+                    f"{how_to_rename(fields, [('prompt',), ('messages',)])}"
                 )
             return asked, fields
 

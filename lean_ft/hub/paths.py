@@ -118,10 +118,9 @@ def _mentioning_folders(path: str | Path) -> Iterator[None]:
 
 
 def _nearest_folder(missing: Path) -> str:
-    """Suggest a sibling of a missing folder: ` Did you mean 'runs/tiny'?`, or an empty string."""
-    if not missing.parent.is_dir():
-        return ""
-    return did_you_mean(str(missing), [str(folder) for folder in missing.parent.iterdir() if folder.is_dir()])
+    """Suggest a sibling of a missing folder or an embedded model: ` Did you mean 'runs/tiny'?`, or an empty string."""
+    beside = missing.parent.iterdir() if missing.parent.is_dir() else ()
+    return did_you_mean(str(missing), [*EMBEDDED, *(str(folder) for folder in beside if folder.is_dir())])
 
 
 def resolve_data_path(path: str | Path) -> Path:

@@ -181,6 +181,11 @@ def why_untrained(metrics: dict[str, float], any_trained: bool, has_values: bool
     has_values: a value model, rather than the prompt's other completions, is the baseline.
     """
     if "reward" not in metrics:
+        if metrics.get("truncated") == 1 and "turns" in metrics:
+            return (
+                "no completion has a reward, and all were cut at generation.max_new_tokens. The environment takes no "
+                "step after a cut turn. Raise generation.max_new_tokens"
+            )
         return "no completion has a reward, because all reward functions returned None"
     if not any_trained:
         return (

@@ -38,8 +38,16 @@ def find_finished(source: str | Path, *, quick: bool = False, weights: bool = Tr
     if checkpoint is None:
         raise ValueError(
             f"{folder} has neither a config.json (a model or checkpoint) nor step_* folders (a run directory)."
+            f"{_runs_in(folder)}"
         )
     return checkpoint
+
+
+def _runs_in(folder: Path) -> str:
+    """The end of a message about a folder that is no run: a run in it, the newest first."""
+    runs = {checkpoint.parent for checkpoint in folder.glob("*/step_*")}
+    newest = max(runs, key=lambda run: run.stat().st_mtime, default=None)
+    return "" if newest is None else f" It is a folder of runs. Name one of them, such as {newest}."
 
 
 def find_base(adapter: Path) -> str:

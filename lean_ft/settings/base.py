@@ -73,7 +73,7 @@ FunctionName = Annotated[Name, BeforeValidator(as_setting)]
 OwnFunction = Annotated[FunctionName, Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})]
 # The same for a class or a function that makes objects. It is called for each object.
 OwnFactory = Annotated[
-    Annotated[Name, BeforeValidator(as_factory)], Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "function"})
+    Annotated[Name, BeforeValidator(as_factory)], Field(pattern=r"\.py:\w+$", json_schema_extra={"format": "class"})
 ]
 
 

@@ -222,7 +222,7 @@ def _type_text(schema: Schema) -> str:
         return f"{{{', '.join(schema['properties'])}}}"
     if kind_of == "object":
         return f"mapping of text to {_type_text(entry_schema(schema))}"
-    formats = {"path": "path", "function": "FILE.py:FUNCTION"}
+    formats = {"path": "path", "function": "FILE.py:FUNCTION", "class": "FILE.py:CLASS"}
     text = formats.get(schema.get("format", ""), _WORDS.get(kind_of, kind_of))
     bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema]
     return f"{text} {' and '.join(bounds)}".rstrip()

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 from lean_ft.settings.describing import Setting
 from lean_ft.settings.other_tools import (
@@ -22,6 +23,7 @@ from lean_ft.settings.other_tools import (
 from lean_ft.settings.strict_yaml import Plain, as_text
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import names_in
 
 
 def hint_for_name(name: str, value: JSON, settings: Mapping[str, Setting]) -> str:
@@ -41,6 +43,10 @@ def hint_for_value(setting: Setting, value: JSON, settings: Mapping[str, Setting
         return _hint(assigned(substitutes, text), sentence)
     if (spelled := table("spellings").get(text.lower())) in expected:
         return _hint(f"{setting.key}={spelled}")
+    if text.endswith(".py") and "FILE.py:" in setting.type:
+        names = names_in(Path(text).expanduser())
+        others = f"The file has {', '.join(names)}." if len(names) > 1 else ""
+        return _hint(f"{setting.key}={text}:{names[0]}", others) if names else ""
     if isinstance(value, str) and "number" in setting.type and not isinstance(Plain(value).value(), str | None):
         return f" Write the number without quotes: {value}"
     return did_you_mean(value, expected) if isinstance(value, str) and " | " in setting.type else ""

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from lean_ft.settings.base import Fraction, OwnFactory, OwnFunction, Settings
 from lean_ft.system.user_functions import (
+    check_factory,
     check_function,
     content_digest,
     is_function_path,
@@ -58,7 +59,7 @@ class OptimizerConfig(Settings):
             "sgd",
         ]
         | OwnFactory,
-        AfterValidator(check_function),
+        AfterValidator(check_factory),
     ] = "adamw"
     """Update rule. `_8bit` and `_4bit` store both AdamW moments in that many bits with one scale per block; `_torchao`
     uses torchao's functions instead of bitsandbytes'. `muon` and `apollo_mini` update the matrices inside the layers,

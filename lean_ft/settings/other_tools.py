@@ -83,8 +83,9 @@ def read_equivalent(text: str) -> Equivalent:
 
 
 def assigned(settings: Settings, value: str, is_whole: bool = False) -> str:
-    """Return settings as on the command line, quoted for a shell where it needs that. Unless `is_whole`, a setting that
-    takes their value is its name alone."""
+    """Return settings as on the command line, quoted for a shell where it needs that. Unless `is_whole`, one setting
+    that takes their value is its name alone."""
+    is_whole = is_whole or len(settings) > 1  # the names of some beside the values of others could not be typed
     return " ".join(
         key if text == VALUE and not is_whole else shell_word(key, filled(text, value), takes_list=text[:1] == "[")
         for key, text in settings.items()

@@ -46,7 +46,7 @@ from lean_ft.settings.losses import (
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig, UsualRates
 from lean_ft.system.installation import install_command
-from lean_ft.system.user_functions import check_function
+from lean_ft.system.user_functions import check_factory
 
 DEFAULT_OUTPUT_DIR = Path("runs/<model>_<recipe>")
 LOGGER_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")}  # name -> module
@@ -279,7 +279,7 @@ class OnlineConfig(AnswersConfig):
     {function or model, weight, pattern} to set more."""
     generation: GenerationConfig = GenerationConfig.model_validate({})
     tools: ToolsConfig = ToolsConfig.model_validate({})
-    environment: Annotated[OwnFactory, AfterValidator(check_function)] | None = None
+    environment: Annotated[OwnFactory, AfterValidator(check_factory)] | None = None
     """Your own environment, `my_env.py:Env`: a class with `reset(row)`, which returns what is added to the prompt, and
     `step(action)`, which returns an observation, a reward and whether the episode is over. Or a class whose methods are
     tools, with `reset(**row)` and perhaps `get_reward()`, as TRL's environment_factory. Or a function that makes an

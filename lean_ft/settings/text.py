@@ -37,6 +37,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 COMMAND_LINE = "command line"
 MAX_PROBLEMS = 20  # listed in one message
+_DATA_FILE = re.compile(r"\.(jsonl?|[ct]sv|txt|md|parquet)(\.gz|\.zst)?$")
 
 
 def load_config(
@@ -166,6 +167,8 @@ class _Reader:
         names = key.split(".")
         if not equals or not all(names):
             example = f"prompt='{override}'" if "prompt" in self.settings else "batch_size=4"
+            if "data.source" in self.settings and _DATA_FILE.search(override):
+                example = shlex.quote(f"data.source={override}")
             self.problems.append(f"'{override}': expected key=value, such as {example}.{self._meant(key)}")
             return
         owner = self._owner(names)

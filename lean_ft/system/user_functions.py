@@ -168,6 +168,20 @@ def check_function(value: str, sort: str = "function") -> str:
     return value
 
 
+def check_factory(value: str) -> str:
+    """`check_function` for FILE.py:CLASS, which may name a function that makes objects."""
+    return check_function(value, "class or function")
+
+
+def names_in(file: Path) -> list[str]:
+    """The functions and classes that a file defines, without running it; empty if it is no file of Python."""
+    try:
+        symbols = symtable(file.read_text(encoding="utf-8", errors="replace"), str(file), "exec").get_symbols()
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [symbol.get_name() for symbol in symbols if symbol.is_namespace() and symbol.get_name()[:1] != "_"]
+
+
 def load_function(value: str, planned: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return the function FILE.py:FUNCTION, or an object of a class whose objects can be called. The file runs once per
     version, and may import modules of its folder.

@@ -35,12 +35,12 @@ def command_to_continue(cfg: RecipeConfig) -> str:
 
 
 def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer, *, scores: bool) -> str | None:
-    """The command that tries the trained model: chat or generate, or with `scores` the objective's own on the run's
-    rows. None if it has none."""
+    """The command that tries the trained model: chat or generate with the run, whose newest checkpoint they take, or
+    with `scores` the objective's own on the run's rows. None if it has none."""
     family = None if (model := cfg.group(ModelConfig)) is None else model.family
     if not scores:
         chats = tokenizer.chat_template is not None
-        words = ["chat", str(checkpoint)] if chats else ["generate", str(checkpoint), "prompt=Hello"]
+        words = ["chat", str(cfg.output_dir)] if chats else ["generate", str(cfg.output_dir), "prompt=Hello"]
         return shlex.join(["leanft", *words, *([f"model.family={family}"] if family else [])])
     data = cfg.needed(DataConfig)
     if (command := objective_of(data).scored_by) is None:

@@ -192,6 +192,7 @@ def test_a_file_with_columns_a_preset_or_an_unreadable_name(leanft, tmp_path, mo
     alone, of_preset = (leanft("data", "preview", "rows.csv", *columns, *preset) for preset in ([], ["-c", "tiny/dpo"]))
     assert "line 2, chosen: " in alone.out and "reads the rows" in alone.err
     assert "line 2, chosen: " in of_preset.out and "reads the rows" not in of_preset.err
+    assert leanft("data", "preview", "dpo", "rows.csv", *columns).out == alone.out
     for word, message in {
         "none.csv": "data source none.csv does not exist",
         "finetun": "no recipe is called 'finetun'. Did you mean 'finetune'?",

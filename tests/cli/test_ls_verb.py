@@ -12,7 +12,7 @@ def test_recipes_and_presets_are_listed(leanft, shipped):
     assert [line.split(maxsplit=5) for line in answer.out.splitlines() if line.startswith("  ")] == [
         ["other", "Another", "one,", "in", "two", "lines."],
         ["toy_single_device", "A", "toy", "recipe:", "does", "what `act` says."],
-        ["preset", "recipe", "parameters", "card", "reserved"],
+        ["preset", "recipe", "params", "card", "reserved"],
         ["foreign", "-", "-", "-", "-", "lora.rank=8"],
         ["tiny/toy", "-", "-", "-", "-", "The toy."],
     ]

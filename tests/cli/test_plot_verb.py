@@ -59,3 +59,13 @@ def test_text_needs_no_matplotlib_and_writes_no_file(leanft, two_runs, monkeypat
     assert printed.startswith("a a\nb b\n\nloss")
     assert sorted(Path().rglob("*")) == before
     assert "Pass one of them" in leanft("plot", "a", "--text", "-o", "mine").err
+
+
+def test_a_folder_of_runs(leanft, two_runs, tmp_path, monkeypatch):
+    (tmp_path / "a" / "step_00000001").mkdir()
+    (tmp_path / "a" / "step_00000001" / "config.json").touch()
+    drawn = []
+    monkeypatch.setattr(curves, "draw_curves", lambda runs, picture: drawn.extend([*runs, picture]))
+    leanft.ok("plot", tmp_path)
+    assert drawn == [tmp_path / "a", tmp_path / "b", Path("curves.png")]
+    assert f"Name one of them, such as {tmp_path}/a." in leanft("export", tmp_path, "out").err

@@ -71,7 +71,7 @@ def test_many_runs_with_many_settings_fit_100_columns(tmp_path, monkeypatch, lea
     assert any("/run_5 " in line and "reward 0.25 " in line for line in lines)
     assert all(line.startswith(("a_", "…")) for line in lines)
     said = " ".join(answer.err.split())
-    assert "group.some_setting_0" in said and "more. For all columns, run leanft runs runs --json" in said
+    assert "group.some_setting_0" in said and "more. For all columns, run `leanft runs runs --json`" in said
     listed = json.loads(leanft("runs", "--json").out)
     assert len(listed[0]["settings"]) == 32 and listed[0]["highest_eval_reward"] == 0.5
 

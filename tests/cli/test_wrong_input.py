@@ -21,6 +21,9 @@ WITH_SHIPPED_RECIPES = [
     ("data preview --config tiny/full --rows 0", "--rows"),
     ("export tyni out", "does not exist"),
     ("export a out", "a has neither a config.json (a model or checkpoint) nor step_* folders"),
+    ("validate finetune model.path=tiny rows.csv.gz", "expected key=value, such as data.source=rows.csv.gz."),
+    ("validate finetune --config tiny/full optimizer.name=rule.py", "Did you mean 'optimizer.name=rule.py:Rule'?"),
+    ("validate finetune --config tiny/full optimizer.name=rule.py:Ruler", "rule.py has no class or function Ruler; it"),
     ("export tiny out --dtype int8", "dtype is int8; expected float32, bfloat16 or float16"),
     ("export tiny out --max-shard-size 5", "is '5'; expected a number and a unit: 24GiB, 5GB, 800MB."),
     ("export tiny out.gguf --gguf f32 --dtype float32", "--gguf cannot be combined with --dtype"),
@@ -104,6 +107,7 @@ def refused(leanft, tmp_path, monkeypatch):
     folder = tmp_path / "here"
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "metrics.jsonl").write_text(METRICS)
+    (folder / "rule.py").write_text("class Rule:\n    pass\n")
     monkeypatch.chdir(folder)
 
     def check(command: str, *parts: str) -> None:
@@ -111,7 +115,7 @@ def refused(leanft, tmp_path, monkeypatch):
         assert "error: " in refusal and "Traceback" not in refusal
         for part in parts:
             assert part in refusal
-        assert [path.name for path in folder.rglob("*")] == ["a", "metrics.jsonl"]
+        assert {path.name for path in folder.rglob("*")} == {"a", "metrics.jsonl", "rule.py"}
 
     return check
 

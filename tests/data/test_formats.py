@@ -273,6 +273,8 @@ def test_detection(fields: dict[str, Any], name: str):
     [
         ({"question": "q"}, {},
             r"line 1: cannot detect the format from the fields question.*data\.columns\.prompt=COLUMN"),
+        ({"Question": "q", "reply": "a", "id": 1}, {},
+            "read `Question` as prompt and `reply` as completion, add `data.columns.prompt=Question data.columns.comp"),
         ({"mesages": []}, {}, "mean 'messages' by `mesages`.*if all rows have it, set data.columns.messages=mesages"),
         ({"Prompt text": "q", "prompts": "a"}, {}, "mean 'prompt' by `prompts`"),
         ({"complition": "a", "prompt": "q"}, {}, "mean 'completion' by `complition`"),

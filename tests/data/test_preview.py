@@ -59,7 +59,7 @@ def test_rows_that_are_cut_or_left_out_are_told(config: Config, plain_tokenizer)
         "line 1: dropped, nothing to train on within max_length",
         "line 2: truncated by 8 tokens",
         "line 3: no field `completion`. The format prompt_completion needs prompt, completion; the row has prompt. "
-        "If a column has another name, set data.columns, such as data.columns.prompt=COLUMN.",
+        "If a column has another name, add `data.columns.completion=COLUMN`.",
     ]
     assert [row.documents[0].place[-6:] for row in found.rows] == ["line 2", "line 4"]
     assert found.report.rows == 4  # reads no more rows than needed

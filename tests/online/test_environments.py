@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lean_ft.generation import Completion
+from lean_ft.online.completions import why_untrained
 from lean_ft.online.rewards import Rewards
 from lean_ft.system.user_code import closing
 from lean_ft.training.bad_steps import TrainingFailed
@@ -579,3 +580,10 @@ def test_recorded_turns_are_not_made_again_and_their_state_is_loaded(
         start = kept if name == "Steps" else [0, 1, 2, 4][kept]  # the second turn has two calls
         assert sorted(made) == sorted(calls[start:])
         assert file.read_text().splitlines() == lines
+
+
+def test_a_round_without_a_step_of_the_environment_says_why() -> None:
+    cut = {"truncated": 1.0, "turns": 1.0}
+    assert "Raise generation.max_new_tokens" in why_untrained(cut, any_trained=False, has_values=False)
+    for other in ({"truncated": 0.5, "turns": 1.0}, {"truncated": 1.0}):
+        assert "all reward functions returned None" in why_untrained(other, any_trained=False, has_values=False)

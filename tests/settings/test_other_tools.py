@@ -173,6 +173,7 @@ MEANT = {  # recipe -> what is typed -> what the message says
         "tokenizer.path=x": "Not needed: the tokenizer is in the model's folder.",
         "model=x": "Did you mean 'model.path=x'?",
         "report_to=wandb": "Did you mean 'log.to=wandb'?",
+        "wandb_project=dogs": "Did you mean 'log.project=dogs log.to=wandb'?",
         "report_to=none": "Did you mean 'log.to=jsonl'?",
         "attn_implementation=flash_attention_2": "Not needed: attention always runs in the fastest kernel",
         "use_flash_attention_2=true": "Not needed: attention",

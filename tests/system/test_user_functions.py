@@ -20,6 +20,7 @@ from lean_ft.system.user_functions import (
     is_function_path,
     load_factory,
     load_function,
+    names_in,
     without_hashes,
 )
 
@@ -51,6 +52,15 @@ def test_one_that_is_not_there(own: str, name: str, message: str) -> None:
     for act in (check_function, load_function):
         with pytest.raises(ValueError, match=message):
             act(str(Path(own).parent / name))
+
+
+def test_the_names_in_a_file(own: str, tmp_path: Path) -> None:
+    assert "f" in names_in(Path(own[:-1]))
+    (tmp_path / "rule.py").write_text(
+        "import math\n\nclass _Base: pass\n\nclass Rule(_Base):\n    def update(self): pass\n"
+    )
+    assert names_in(tmp_path / "rule.py") == ["Rule"]
+    assert names_in(tmp_path / "none.py") == []
 
 
 def test_an_edit_is_another_function(own: str) -> None:
