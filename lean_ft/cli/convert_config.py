@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug, run_command
+from lean_ft.cli.output import print_remark
 from lean_ft.settings.converted_config import convert_config as convert
 from lean_ft.system.log import show
 from lean_ft.system.whole_files import write_whole
@@ -28,12 +29,12 @@ def convert_config(
     preset = convert(file)
     text = preset.text(file.name)
     if preset.converted:
-        typer.echo(f"converted: {', '.join(preset.converted)}", err=True)
+        print_remark(f"converted: {', '.join(preset.converted)}")
     for remark in preset.remarks:
-        typer.echo(remark, err=True)
+        print_remark(remark)
     if output is None:
         show(text, end="")
         return
     with write_whole(output) as part:
         part.write_text(text, encoding="utf-8")
-    typer.echo(f"{output}: {run_command(preset.recipe, '--config', output, preset=output)}")
+    typer.echo(f"wrote {output}. Run it: {run_command(preset.recipe, '--config', output, preset=output)}")

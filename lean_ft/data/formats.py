@@ -16,8 +16,9 @@ may be a rendered chat; inside messages they are ordinary text.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from shlex import quote
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -210,16 +211,60 @@ def reading(row: Row) -> Iterator[None]:
         raise ValueError(f"{row.place}: its objects are nested too deeply to be rendered.") from None
 
 
+COMMON_NAMES = {
+    "messages": ("chat", "conversation", "dialog", "dialogue", "turns"),
+    "prompt": ("question", "query", "problem", "instruction", "input"),
+    "completion": ("answer", "response", "reply", "output", "solution"),
+    "chosen": ("accepted", "preferred", "winner", "better"),
+    "rejected": ("declined", "dispreferred", "loser", "worse"),
+    "text": ("sentence", "content", "document", "body"),
+    "label": ("category", "class", "intent", "topic"),
+}
+"""Names that public data sets have for the fields of a format."""
+_COMMON_SETS = (("messages",), ("chosen", "rejected"), ("prompt", "completion"), ("prompt",), ("text",), ("label",))
+
+
+def _renamed(fields: Collection[str], names: Collection[str]) -> dict[str, str]:
+    """Return which of `fields` have other names in public data sets: our names -> theirs, if they make a whole row."""
+    needs_both = {"prompt", "completion"} <= set(names)
+    for ours in (each for each in _COMMON_SETS if set(each) <= set(names) and not (needs_both and each == ("prompt",))):
+        theirs = {name: next((n for n in (name, *COMMON_NAMES[name]) if n in fields), None) for name in ours}
+        if None not in theirs.values():
+            return {name: str(field) for name, field in theirs.items() if name != field}
+    return {}
+
+
 def how_to_rename(fields: Iterable[str], names: Sequence[str]) -> str:
     """Return the end of a message for rows whose `fields` lack the `names`: the field that is one of them with a typing
-    error, or how columns are renamed."""
+    error or under a common name, or how columns are renamed."""
     fields, absent = list(fields), [name for name in names if name not in fields]
     for field in (field for field in fields if field not in names):
         if meant := nearest(field, absent, least=0.8):
             setting = quote(f"data.columns.{meant}={field}")
             return f"Did you mean '{meant}' by `{field}`? Rename the field, or if all rows have it, set {setting}."
+    if renamed := _renamed(fields, names):
+        what = " and ".join(f"`{theirs}` is the {ours}" for ours, theirs in renamed.items())
+        return f"If {what}, set {' '.join(quote(f'data.columns.{ours}={theirs}') for ours, theirs in renamed.items())}."
     example = "prompt" if "prompt" in names else names[0]
     return f"If a column has another name, set data.columns, such as data.columns.{example}=COLUMN."
+
+
+@cache
+def _described(name: str, absent: tuple[str, ...]) -> str:
+    meant = nearest(name, absent, least=0.8)
+    return f"{name} (did you mean {meant}?)" if meant else name
+
+
+def meant_fields(names: Collection[str]) -> set[str]:
+    """Return the names of a row's fields, and the field of a format that is one of them with a typing error, if the row
+    has the format's other fields."""
+    found = set(names)
+    for format in FORMATS.values():
+        absent = [name for name in format.required if name not in names]
+        if len(format.required) > 1 and len(absent) == 1:
+            others = [name for name in names if name not in format.required]
+            found |= {absent[0]} if any(nearest(name, absent, least=0.8) for name in others) else set()
+    return found
 
 
 def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
@@ -352,6 +397,11 @@ class RowReader:
                 read=units_read(self.tokenizer),
             )
             return names + keys
+
+    def described(self, name: str, row: Row) -> str:
+        """Return the name of a field of `row` that is not read, with the field that it may be by a typing error."""
+        fields = self.formats[row.source].fields
+        return _described(name, tuple(ours for ours in fields.optional if ours not in row.fields))
 
     def names(self, row: Row) -> Sequence[str]:
         """Return a name for each sequence of `row`, for previews."""

@@ -22,6 +22,7 @@ from lean_ft.settings.other_tools import (
 from lean_ft.settings.strict_yaml import Plain, as_text
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.user_functions import name_one_of
 
 
 def hint_for_name(name: str, value: JSON, settings: Mapping[str, Setting]) -> str:
@@ -41,6 +42,8 @@ def hint_for_value(setting: Setting, value: JSON, settings: Mapping[str, Setting
         return _hint(assigned(substitutes, text), sentence)
     if (spelled := table("spellings").get(text.lower())) in expected:
         return _hint(f"{setting.key}={spelled}")
+    if "FILE.py:FUNCTION" in setting.type and isinstance(value, str) and (one_of := name_one_of(value)):
+        return one_of
     if isinstance(value, str) and "number" in setting.type and not isinstance(Plain(value).value(), str | None):
         return f" Write the number without quotes: {value}"
     return did_you_mean(value, expected) if isinstance(value, str) and " | " in setting.type else ""

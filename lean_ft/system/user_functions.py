@@ -13,7 +13,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
@@ -166,6 +166,24 @@ def check_function(value: str, sort: str = "function") -> str:
             ]
             raise ValueError(_lacks(file, name, named, sort))
     return value
+
+
+def functions_of(path: str) -> list[str]:
+    """Return the names of the functions and classes of a Python file, or none if there is no such file. Does not run
+    it."""
+    file = Path(path).expanduser()
+    if file.suffix != ".py" or not file.is_file():
+        return []
+    with suppress(SyntaxError, ValueError):
+        symbols = symtable(file.read_text(encoding="utf-8", errors="replace"), str(file), "exec").get_symbols()
+        return [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
+    return []
+
+
+def name_one_of(path: str) -> str:
+    """Return the end of a message for a Python file without the name of a function: which ones it has."""
+    functions = functions_of(path)
+    return f" {path} has {', '.join(functions)}. Name one, such as {path}:{functions[0]}." if functions else ""
 
 
 def load_function(value: str, planned: Callable[..., Any] | None = None) -> Callable[..., Any]:

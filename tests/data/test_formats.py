@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.formats import Fields, formats_of
+from lean_ft.data.formats import Fields, formats_of, meant_fields
 from lean_ft.data.pairs import PairReader
 from lean_ft.data.rows import Row
 from lean_ft.data.sft import SFTReader, read_token_row
@@ -276,6 +276,11 @@ def test_detection(fields: dict[str, Any], name: str):
         ({"mesages": []}, {}, "mean 'messages' by `mesages`.*if all rows have it, set data.columns.messages=mesages"),
         ({"Prompt text": "q", "prompts": "a"}, {}, "mean 'prompt' by `prompts`"),
         ({"complition": "a", "prompt": "q"}, {}, "mean 'completion' by `complition`"),
+        ({"question": "q", "answer": "a"}, {},
+            "`question` is the prompt and `answer` is the completion, set data.columns.prompt=question "
+            "data.columns.completion=answer"),
+        ({"prompt": "q", "answer": "a"}, {}, "If `answer` is the completion, set data.columns.completion=answer"),
+        ({"chat": []}, {}, "If `chat` is the messages, set data.columns.messages=chat"),
         ({}, {}, "from the fields no fields"),
         ({"text": "x"}, {"columns": {"promt": "x"}},
             "data.columns.promt: no format of this recipe has such a field.*mean 'prompt'"),
@@ -284,6 +289,12 @@ def test_detection(fields: dict[str, Any], name: str):
 def test_what_cannot_be_told(fields, settings, message):
     with pytest.raises(ValueError, match=message):
         detect(fields, **settings)
+
+
+def test_a_row_with_a_mistyped_field_is_of_its_format():
+    assert meant_fields(["prompt", "completions"]) == {"prompt", "completions", "completion"}
+    assert "rejected" in meant_fields(["prompt", "chosen", "reject"])
+    assert meant_fields(["prompt", "answer", "texts"]) == {"prompt", "answer", "texts"}
 
 
 def test_rows_that_could_not_be_read_tell_nothing():
