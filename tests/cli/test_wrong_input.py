@@ -20,7 +20,7 @@ WITH_SHIPPED_RECIPES = [
     ("run finetune --model tiny --lora_r=8", "no options --model, --lora_r.", "model.path=tiny", "lora.rank=8"),
     ("run finetune model.path=tiny a/metrics.jsonl", "key=value. Did you mean 'data.source=a/metrics.jsonl'?"),
     ("run finetune model=tiny data=rows.jsonl", "2 problems", "'model.path=tiny'", "'data.source=rows.jsonl'"),
-    ("run finetune model.path=tinny data.source=a.jsonl output_dir=b", "does not exist. Did you mean 'tiny'?"),
+    ("score tinny tiny/validation.jsonl", "does not exist. Did you mean 'tiny'?"),
     ("data example dpo", "dpo is a recipe. Its formats are preference."),
     ("data preview --config tiny/full data.source=missing.jsonl", "missing.jsonl does not exist"),
     ("data preview --config tiny/full --rows 0", "--rows"),
