@@ -319,11 +319,24 @@ def _detect(
         )
     expected = "; ".join(f"{name}: {', '.join(known[name].required)}" for name in known)
     names = list(dict.fromkeys(name for fields in known.values() for name in fields.required))
-    hint = how_to_rename(readable[0].fields, names)
+    hint = _how_to_unwrap(readable) or how_to_rename(readable[0].fields, names)
     raise ValueError(
         f"{readable[0].place}: cannot detect the format from the fields {names_of(readable[0].fields)}. Expected the "
         f"fields of one format ({expected}) in the first {NUM_ROWS_TO_DETECT} rows. {hint}"
     )
+
+
+def _how_to_unwrap(rows: Sequence[Row]) -> str:
+    """Return the end of a message for a file that is one object with the rows in it, or an empty string."""
+    holds_rows = [
+        name
+        for name, value in (rows[0].fields.items() if len(rows) == 1 else ())
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+    ]
+    if not holds_rows:
+        return ""
+    file = quote(rows[0].place.rpartition(", ")[0])
+    return f"If `{holds_rows[0]}` holds the rows, run jq -c {quote(f'.{holds_rows[0]}[]')} {file} > rows.jsonl."
 
 
 def _shortened(places: list[str]) -> str:

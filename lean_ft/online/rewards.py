@@ -44,6 +44,7 @@ from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.unchanged_process import UnchangedProcess
+from lean_ft.system.units import counted
 from lean_ft.system.user_code import Caller, Failed, as_json, finite_number, settle
 from lean_ft.system.user_functions import (
     check_function,
@@ -323,7 +324,7 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
     values = values.tolist() if hasattr(values, "tolist") else values
     values = list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes | dict) else values
     if not isinstance(values, list) or len(values) != len(prompts):
-        came = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
+        came = counted(len(values), "values") if isinstance(values, list) else f"a {type(values).__name__}"
         raise TrainingFailed(
             f"the reward {name} returned {came} for {len(prompts)} answers; expected a list with a number or None for "
             "each."

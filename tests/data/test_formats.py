@@ -281,6 +281,7 @@ def test_detection(fields: dict[str, Any], name: str):
             "data.columns.completion=answer"),
         ({"prompt": "q", "answer": "a"}, {}, "If `answer` is the completion, set data.columns.completion=answer"),
         ({"chat": []}, {}, "If `chat` is the messages, set data.columns.messages=chat"),
+        ({"data": [{"text": "x"}]}, {}, r"If `data` holds the rows, run jq -c '.data\[\]' a.jsonl > rows.jsonl"),
         ({}, {}, "from the fields no fields"),
         ({"text": "x"}, {"columns": {"promt": "x"}},
             "data.columns.promt: no format of this recipe has such a field.*mean 'prompt'"),

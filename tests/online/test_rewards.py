@@ -29,7 +29,7 @@ BODIES = {
     "one tensor": ("torch.ones(2, requires_grad=True)", [1.0, 1.0]),
     "true and none": ("[True, None]", [1.0, None]),
     "a huge number": ("[1, 10**400]", r"returned 10000.* at row 2; expected a finite number"),
-    "one value": ("[1]", "returned 1 values for 2 answers"),
+    "one value": ("[1]", "returned 1 value for 2 answers"),
     "not a number": ("[1, float('nan')]", r"returned nan at row 2"),
     "text": ("[1, '1']", r"returned 1 at row 2"),
     "a tensor of two": ("[1, torch.ones(2)]", r"at row 2; expected a finite number"),
