@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lean_ft.cli.arguments import Debug
-from lean_ft.cli.output import print_note, print_table
+from lean_ft.cli.output import print_table
 from lean_ft.hub.paths import repository_name
 from lean_ft.system.log import show
 from lean_ft.system.units import gibibytes
@@ -61,5 +61,5 @@ def push(
     print_table(("", ">"), [*((path, gibibytes(size)) for path, size in sizes.items()), total])
     show(f"\n{CARD}:\n\n{files[CARD].decode()}")
     for remark in remarks:
-        print_note(remark)
+        typer.echo(f"note: {remark}")
     typer.echo("dry run: nothing was uploaded.")

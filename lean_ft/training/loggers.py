@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from lean_ft.settings import LogConfig
@@ -178,7 +179,7 @@ class _TensorBoard(_Logger):
         self._writer.close()
 
 
-def _has_wandb_key(wandb: Any) -> bool:
+def _has_wandb_key(wandb: ModuleType) -> bool:
     """Whether wandb has an API key. `wandb.init` would ask for one in the terminal, and its question aborts Python at
     the end of the run if nobody answers."""
     if "prompt" in inspect.signature(wandb.login).parameters:  # newer versions
