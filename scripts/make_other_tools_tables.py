@@ -25,7 +25,7 @@ KEYS = {s.key for file in catalog.recipes().values() for s in describe(catalog.l
 def in_code(text: str) -> str:
     """Put our settings in a sentence into backticks."""
     parts = re.split(r"(`[^`]*`)", text)
-    pattern = r"(?<![\w.`])([a-z_]+(?:\.[a-z_0-9]+)+)(=(?:\[[^\]]*\]|[\w.:]+)(?:\.\*\])?)?"
+    pattern = r"(?<![\w.`])([a-z_]+(?:\.[a-z_0-9]+)+)(=(?:\[[^\]]*\]|[\w.:]+(?:/[\w@]+)?)(?:\.\*\])?)?"
 
     def mark(found: re.Match[str]) -> str:
         return f"`{found[0]}`" if found[1] in KEYS else found[0]
@@ -56,12 +56,16 @@ def assignment(key: str, value: str) -> str:
     return f"`{key}`" + (f" ({computed[value]})" if value in computed else " (a list)" if value == f"[{VALUE}]" else "")
 
 
+PATTERNS = {"0.*": "a number below 1", "*(* *^* *$*": "a regular expression", "*{*": "a template as text"}
+"""Values with wildcards, as a table names them."""
+
+
 def row(names: str, answer: str | dict[str, str]) -> str:
     theirs = ", ".join(f"`{name}`" for name in names.split())
     if isinstance(answer, str):
         return f"| {theirs} | {cell(answer)} |"
     several = [
-        f"{'otherwise' if values == 'any' else ', '.join(values.split())}: {cell(text)}"
+        f"{PATTERNS.get(values, 'otherwise' if values == 'any' else ', '.join(values.split()))}: {cell(text)}"
         for values, text in answer.items()
     ]
     return f"| {theirs} | {'<br>'.join(several) if len(answer) > 1 else cell(answer['any'])} |"

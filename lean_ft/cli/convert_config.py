@@ -1,13 +1,12 @@
 """`leanft convert-config`: convert a configuration of torchtune, axolotl or LLaMA-Factory into a preset."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lean_ft.cli.arguments import Debug, run_command
-from lean_ft.cli.output import print_lines
+from lean_ft.cli.output import print_remark
 from lean_ft.settings.converted_config import convert_config as convert
 from lean_ft.system.log import show
 from lean_ft.system.whole_files import write_whole
@@ -30,12 +29,12 @@ def convert_config(
     preset = convert(file)
     text = preset.text(file.name)
     if preset.converted:
-        print_lines(f"converted: {', '.join(preset.converted)}", stream=sys.stderr)
+        print_remark(f"converted: {', '.join(preset.converted)}")
     for remark in preset.remarks:
-        print_lines(remark, stream=sys.stderr)
+        print_remark(remark)
     if output is None:
         show(text, end="")
         return
     with write_whole(output) as part:
         part.write_text(text, encoding="utf-8")
-    typer.echo(f"{output}: {run_command(preset.recipe, '--config', output, preset=output)}")
+    typer.echo(f"wrote {output}. Run it: {run_command(preset.recipe, '--config', output, preset=output)}")

@@ -135,7 +135,7 @@ def stats(
     is_stand_in = cfg.model.path in EMBEDDED  # its short context says nothing about the user's model
     column = (">peak",) if peak else ()
     print_table(
-        (">max_length", ">rows cut", ">tokens lost", ">padding", ">packed rows", ">packed full", *column, ""),
+        (">max_length", ">rows cut", ">tokens lost", ">padding", ">packed", ">full", *column, ""),
         [
             (
                 f"{row.max_length:,}",
@@ -150,7 +150,7 @@ def stats(
             for row in rows
         ],
     )
-    console.print(Text(f"padding: in batches of {cfg.batch_size} without packing; packed: with data.packing=bfd"))
+    console.print(Text(f"padding: in batches of {cfg.batch_size} without packing; packed: rows with data.packing=bfd"))
     if peak:
         console.print(Text("peak: of a step whose rows are all that long, as `leanft plan` predicts it"))
 
@@ -303,11 +303,12 @@ def _run_on_file(file: str, config: str | None, overrides: list[str]) -> tuple[s
     settings = [f"data.source={file}", *overrides]
     if config is not None:
         return None, settings
+    from lean_ft.data.formats import meant_fields
     from lean_ft.data.objective import objectives
 
     data, rows = _first_rows(settings)
     fields = next((list(row.fields) for row in rows if row.problem is None), [])
-    names = {*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)}
+    names = meant_fields({*fields, *(ours for ours, theirs in data.columns.items() if theirs in fields)})
     objective = next((candidate for candidate in objectives() if candidate.is_of_file(names, data.format)), None)
     recipe = "finetune" if objective is None else objective.recipe
     print_note(
@@ -401,4 +402,7 @@ def example(
         for row in examples[name]["rows"]:
             typer.echo(json.dumps(row, ensure_ascii=False))
     else:
+        of_recipe = [each for each, about in examples.items() if name in about["recipes"]]
+        if of_recipe:
+            raise ValueError(f"{name} is a recipe. Its formats are {', '.join(of_recipe)}.")
         raise ValueError(f"no such format: {name}. Choose one of {', '.join(examples)}.{did_you_mean(name, examples)}")

@@ -108,6 +108,9 @@ def _raised_by_us(error: BaseException) -> bool:
     return module.partition(".")[0] in ("lean_ft", "recipes")
 
 
+_NO_DASHES = " Settings take no dashes:"
+
+
 def _usage(error: Any, arguments: Sequence[str]) -> str:
     """Return the message for a mistyped verb, option or argument."""
     context = getattr(error, "ctx", None)
@@ -117,13 +120,25 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
         if (unknown := re.match(r"No such command '([^']+)'", message)) and context is not None and not context.parent:
             return unknown_command(unknown[1], context.command.commands)
         return f"{message[:1].lower()}{message[1:]} See: {command} --help"
-    parameters, option = context.command.params, error.option_name
-    options = [name for parameter in parameters for name in parameter.opts]
+    parameters = context.command.params
+    options = [name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)]
     takes_settings = any(parameter.name == "overrides" for parameter in parameters)
+    known, unknown = {*options, *context.help_option_names}, {error.option_name: None}
+    if takes_settings:  # name all options of a command of another tool
+        words = [word.partition("=")[0] for word in arguments if word[:2] == "--" and len(word) > 2]
+        unknown |= dict.fromkeys(word for word in words if word not in known)
+    hints = {option: _of_option(option, options, arguments, takes_settings) for option in unknown}
+    if len(hints) == 1:
+        return f"{command} has no option {error.option_name}.{hints[error.option_name] or f' See: {command} --help'}"
+    lines = "".join(f"\n  {option}:{hint.replace(_NO_DASHES, '') or ' unknown'}" for option, hint in hints.items())
+    return f"{command} has no options {', '.join(hints)}.{_NO_DASHES}{lines}"
+
+
+def _of_option(option: str, options: Sequence[str], arguments: Sequence[str], takes_settings: bool) -> str:
+    """Return a hint for a mistyped option: the nearest option, or the setting that replaces it."""
     hint = did_you_mean(option, [name for name in options if name.startswith(option)])
     hint = hint or (_as_setting(option, arguments) if takes_settings else "") or did_you_mean(option, options)
-    hint = hint or (_as_setting(option, arguments, or_nearest=True) if takes_settings else "")
-    return f"{command} has no option {option}.{hint or f' See: {command} --help'}"
+    return hint or (_as_setting(option, arguments, or_nearest=True) if takes_settings else "")
 
 
 def unknown_command(name: str, verbs: Iterable[str]) -> str:
@@ -150,4 +165,4 @@ def _as_setting(option: str, arguments: Sequence[str], or_nearest: bool = False)
     meant = assigned(settings, value, is_whole=True)
     if not meant:
         return f" {sentence}" if sentence else ""
-    return f" Settings take no dashes: {meant}" + (f". {sentence}" if sentence else "")
+    return f"{_NO_DASHES} {meant}" + (f". {sentence}" if sentence else "")

@@ -155,7 +155,12 @@ def print_error(message: str, traceback_of: BaseException | None = None) -> None
 
 def print_note(text: str) -> None:
     """Print `note: text` to stderr."""
-    note = f"note: {escaped(text)}"
+    print_remark(f"note: {text}")
+
+
+def print_remark(text: str) -> None:
+    """Print text to stderr."""
+    note = escaped(text)
     print(wrapped(note, _console(sys.stderr).width) if sys.stderr.isatty() else note, file=sys.stderr, flush=True)
 
 

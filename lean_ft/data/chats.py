@@ -14,7 +14,7 @@ from lean_ft.data.parts import read_part
 from lean_ft.data.rows import kind, names_of
 from lean_ft.data.text_files import parse_json
 from lean_ft.system import foreign_values
-from lean_ft.system.spelling import did_you_mean
+from lean_ft.system.spelling import did_you_mean, nearest
 from lean_ft.tokenizers import ROLES
 
 SHAREGPT_ROLES = {
@@ -148,6 +148,10 @@ def read_content(content: Any, message: dict[str, Any], where: str) -> str | lis
         content = "".join(part["text"] for part in parts)
     if content is None and (message.get("tool_calls") or message.get("function_call")):
         return None
+    if content is None and "content" not in message and "value" not in message:
+        mistyped = nearest("content", message)
+        remedy = f" Rename `{mistyped}`." if mistyped else ""
+        raise ValueError(f"{where} has {names_of(message)}; expected also a `content`.{remedy}")
     return check_text(content, f"{where}: `content`")
 
 

@@ -23,7 +23,16 @@ from lean_ft.data.batch import Batch
 from lean_ft.data.chats import check_text, parse_if_json
 from lean_ft.data.columns import Document
 from lean_ft.data.foreign_fields import is_given
-from lean_ft.data.formats import NUM_ROWS_TO_DETECT, Fields, RowFormat, RowReader, as_chat, formats_of, reading
+from lean_ft.data.formats import (
+    NUM_ROWS_TO_DETECT,
+    Fields,
+    RowFormat,
+    RowReader,
+    as_chat,
+    formats_of,
+    how_to_rename,
+    reading,
+)
 from lean_ft.data.objective import Objective
 from lean_ft.data.pairs import NUMBER
 from lean_ft.data.parts import PART_FIELDS
@@ -144,7 +153,7 @@ def _listed(row: Row, format: RowFormat, config: ClassificationDataConfig) -> li
         if name not in fields:
             raise ValueError(
                 f"no field `{name}`. data.multi_label=true reads a list from `labels`, and false reads one label from "
-                "`label`."
+                f"`label`. {how_to_rename(row.fields, [(name,)])}"
             )
         labels = parse_if_json(fields[name], name) if config.multi_label else [fields[name]]
         if not isinstance(labels, list):

@@ -124,7 +124,7 @@ class Renderer:
                         measured(one, row.folder, self.kinds) if isinstance(one, Passage) else one for one in passages
                     ]
                 read.append((row, passages))
-                count(unread, report.unread)
+                count((self.reader.described(name, row) for name in unread), report.unread)
                 count(columns := self.reader.columns(row), report.columns)
                 texts = [passage for passage in passages if isinstance(passage, Passage)]
                 self._count_parts({name: row.fields.get(name) for name in unread} | columns, texts, report)

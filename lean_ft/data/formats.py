@@ -16,8 +16,9 @@ may be a rendered chat; inside messages they are ordinary text.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from shlex import quote
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -218,6 +219,7 @@ USUAL_NAMES = {
     "chosen": ("good", "better", "preferred", "accepted", "winner"),
     "rejected": ("bad", "worse", "dispreferred", "loser"),
     "text": ("content", "document", "body", "sentence", "review", "article", "passage", "comment"),
+    "label": ("category", "class", "intent", "topic"),
 }
 
 
@@ -250,6 +252,24 @@ def _by_usual_names(fields: Sequence[str], required: Sequence[str]) -> dict[str,
             return None
         meant[name] = field
     return meant or None
+
+
+@cache
+def _described(name: str, absent: tuple[str, ...]) -> str:
+    meant = nearest(name, absent, least=0.8)
+    return f"{name} (did you mean {meant}?)" if meant else name
+
+
+def meant_fields(names: Collection[str]) -> set[str]:
+    """Return the names of a row's fields, and the field of a format that is one of them with a typing error, if the row
+    has the format's other fields."""
+    found = set(names)
+    for format in FORMATS.values():
+        absent = [name for name in format.required if name not in names]
+        if len(format.required) > 1 and len(absent) == 1:
+            others = [name for name in names if name not in format.required]
+            found |= {absent[0]} if any(nearest(name, absent, least=0.8) for name in others) else set()
+    return found
 
 
 def _check_columns(columns: dict[str, str], known: dict[str, Fields]) -> None:
@@ -303,11 +323,24 @@ def _detect(
             f"list the files in data.source, or skip rows of other formats with data.on_bad_row=skip. {hint}"
         )
     expected = "; ".join(f"{name}: {', '.join(known[name].required)}" for name in known)
-    hint = how_to_rename(readable[0].fields, [fields.required for fields in known.values()])
+    hint = _how_to_unwrap(readable) or how_to_rename(readable[0].fields, [fields.required for fields in known.values()])
     raise ValueError(
         f"{readable[0].place}: cannot detect the format from the fields {names_of(readable[0].fields)}. Expected the "
         f"fields of one format ({expected}) in the first {NUM_ROWS_TO_DETECT} rows. {hint}"
     )
+
+
+def _how_to_unwrap(rows: Sequence[Row]) -> str:
+    """Return the end of a message for a file that is one object with the rows in it, or an empty string."""
+    holds_rows = [
+        name
+        for name, value in (rows[0].fields.items() if len(rows) == 1 else ())
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+    ]
+    if not holds_rows:
+        return ""
+    file = quote(rows[0].place.rpartition(", ")[0])
+    return f"If `{holds_rows[0]}` holds the rows, run jq -c {quote(f'.{holds_rows[0]}[]')} {file} > rows.jsonl."
 
 
 def _shortened(places: list[str]) -> str:
@@ -381,6 +414,11 @@ class RowReader:
                 read=units_read(self.tokenizer),
             )
             return names + keys
+
+    def described(self, name: str, row: Row) -> str:
+        """Return the name of a field of `row` that is not read, with the field that it may be by a typing error."""
+        fields = self.formats[row.source].fields
+        return _described(name, tuple(ours for ours in fields.optional if ours not in row.fields))
 
     def names(self, row: Row) -> Sequence[str]:
         """Return a name for each sequence of `row`, for previews."""

@@ -51,7 +51,7 @@ def run_tasks(
     """Return the model's metrics in each task.
 
     tokens_at_a_time: maximum positions per forward pass. The harness seeds the process's random number generators.
-    Raises ValueError as `find_tasks` does.
+    Raises ValueError as `find_tasks` does, and if the data of a task cannot be downloaded.
     """
     manager, names = find_tasks(tasks)
     from lm_eval import evaluator
@@ -61,15 +61,21 @@ def run_tasks(
     harness: Any = evaluator  # its decorators hide the parameters from type checkers
     # The harness runs git, which prints "fatal" outside of a checkout.
     harness.get_git_commit_hash = lambda: None
-    found = harness.simple_evaluate(
-        HarnessModel(model, tokenizer, seed, tokens_at_a_time or TOKENS_AT_A_TIME),
-        tasks=names,
-        num_fewshot=asked.get("num_fewshot"),
-        limit=asked.get("limit"),
-        apply_chat_template=asked.get("chat", False),
-        task_manager=manager,
-        bootstrap_iters=0,
-    )
+    try:
+        found = harness.simple_evaluate(
+            HarnessModel(model, tokenizer, seed, tokens_at_a_time or TOKENS_AT_A_TIME),
+            tasks=names,
+            num_fewshot=asked.get("num_fewshot"),
+            limit=asked.get("limit"),
+            apply_chat_template=asked.get("chat", False),
+            task_manager=manager,
+            bootstrap_iters=0,
+        )
+    except ConnectionError as error:
+        raise ValueError(
+            f"tasks: the data of {', '.join(tasks)} cannot be downloaded: {error}. Check the network, or use a YAML "
+            "file of your own whose dataset_kwargs name a local file (docs/using.md)."
+        ) from error
     return {
         task: {
             name.partition(",")[0]: value

@@ -40,7 +40,8 @@ def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     name = repository_name(path)
     if name is None:
         raise ValueError(
-            f"model path {str(path)!r} does not exist.{_nearest_folder(folder)} Expected a folder with config.json, a "
+            f"model path {str(path)!r} does not exist."
+            f"{_nearest_folder(folder) or did_you_mean(str(path), EMBEDDED)} Expected a folder with config.json, a "
             f"repository of the Hugging Face Hub (org/name), a GGUF file, or an embedded model ({', '.join(EMBEDDED)})."
         )
     with _mentioning_folders(path):

@@ -373,7 +373,8 @@ def image_rules(
 
     config = read("config.json", _IN_CONFIG)
     if (model_type := config.get("model_type")) not in list(_FAMILIES):
-        raise config.wrong("model_type", f"a model that reads images: {', '.join(sorted(_FAMILIES))}")
+        families = ", ".join(sorted(_FAMILIES))
+        raise config.wrong("model_type", f"a model that reads images: {families}. The embedded one is tiny-images")
     family, processor = _FAMILIES[model_type], read("processor_config.json", {}, None)
     processor.expect(use_image_special_tokens=True)
     settings = processor.object("image_processor", **family.defaults)

@@ -45,8 +45,15 @@ from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.unchanged_process import UnchangedProcess
+from lean_ft.system.units import counted
 from lean_ft.system.user_code import Caller, Failed, as_json, finite_number, settle
-from lean_ft.system.user_functions import check_function, load_function, without_os_exit
+from lean_ft.system.user_functions import (
+    check_function,
+    load_function,
+    name_one_of,
+    names_in,
+    without_os_exit,
+)
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import last_match
 from lean_ft.training.bad_steps import TrainingFailed
@@ -120,7 +127,23 @@ def rewards_of(settings: Sequence[Reward | str | Function]) -> list[Reward]:
         is_model = isinstance(one, str) and one not in BUILT_IN and Path(one).expanduser().is_dir()
         kind = "model" if is_model else "function"
         found.append(one if isinstance(one, Reward) else Reward.model_validate({kind: one}))
+    functions = [str(reward.function) for reward in found if reward.function is not None]
+    for name in functions:
+        if ":" not in name and name not in BUILT_IN:
+            raise ValueError(_unknown(name, [other.rpartition(":")[0] for other in functions if ":" in other]))
     return found
+
+
+def _unknown(name: str, files: Sequence[str]) -> str:
+    """Return the message for the name of no reward. `files`: of the other rewards, which may have this function."""
+    hint = next((f" Did you mean '{file}:{name}'?" for file in files if name in names_in(Path(file).expanduser())), "")
+    hint = hint or name_one_of(name) or did_you_mean(name, BUILT_IN)
+    if repository_name(name) is not None:
+        hint += f" A reward model of the Hub is 'rewards=[{{model: {name}}}]'."
+    return (
+        f"unknown reward '{name}'.{hint} Expected {', '.join(BUILT_IN)}, your own function (my_rewards.py:name), or "
+        "the folder of a reward model."
+    )
 
 
 def check_rewards(settings: Sequence[Reward | str]) -> None:
@@ -304,7 +327,7 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
     values = values.tolist() if hasattr(values, "tolist") else values
     values = list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes | dict) else values
     if not isinstance(values, list) or len(values) != len(prompts):
-        came = f"{len(values)} values" if isinstance(values, list) else f"a {type(values).__name__}"
+        came = counted(len(values), "values") if isinstance(values, list) else f"a {type(values).__name__}"
         raise TrainingFailed(
             f"the reward {name} returned {came} for {len(prompts)} answers; expected a list with a number or None for "
             "each."
@@ -323,20 +346,11 @@ def _checked(name: str, values: Any, prompts: Sequence[Prompt]) -> list[float | 
 
 def _load(reward: Reward, load: Callable[[str], Any] = load_function) -> Function:
     assert reward.function is not None
-    if ":" not in reward.function:
-        if reward.function not in BUILT_IN:
-            hint = did_you_mean(reward.function, BUILT_IN)
-            if repository_name(reward.function) is not None:
-                hint += f" A reward model of the Hub is 'rewards=[{{model: {reward.function}}}]'."
-            raise ValueError(
-                f"unknown reward '{reward.function}'.{hint} Expected {', '.join(BUILT_IN)}, your own function "
-                "(my_rewards.py:name), or the folder of a reward model."
-            )
-        if reward.function == "format" and reward.pattern is None:
-            raise ValueError(
-                "the reward `format` needs `pattern`, a regular expression. Set it: 'rewards={function: format, "
-                "pattern: ...}'."
-            )
+    if reward.function == "format" and reward.pattern is None:
+        raise ValueError(
+            "the reward `format` needs `pattern`, a regular expression. Set it: 'rewards={function: format, "
+            "pattern: ...}'."
+        )
     if reward.pattern is not None and reward.function not in READ_PATTERN:
         raise ValueError(
             f"rewards: only {' and '.join(READ_PATTERN)} use `pattern`, and {reward.function} does not. Remove "

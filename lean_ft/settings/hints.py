@@ -49,6 +49,10 @@ def hint_for_value(setting: Setting, value: JSON, settings: Mapping[str, Setting
         return _hint(f"{setting.key}={text}:{names[0]}", others) if names else ""
     if isinstance(value, str) and "number" in setting.type and not isinstance(Plain(value).value(), str | None):
         return f" Write the number without quotes: {value}"
+    if isinstance(value, list) and " | " in setting.type:  # one of a list of names
+        expected = [name.removeprefix("list of ") for name in expected]
+        unknown = next((item for item in value if isinstance(item, str) and item not in expected), None)
+        return did_you_mean(unknown, expected) if unknown else ""
     return did_you_mean(value, expected) if isinstance(value, str) and " | " in setting.type else ""
 
 

@@ -166,10 +166,7 @@ class _Reader:
         key, equals, text = override.partition("=")
         names = key.split(".")
         if not equals or not all(names):
-            example = f"prompt='{override}'" if "prompt" in self.settings else "batch_size=4"
-            if "data.source" in self.settings and _DATA_FILE.search(override):
-                example = shlex.quote(f"data.source={override}")
-            self.problems.append(f"'{override}': expected key=value, such as {example}.{self._meant(key)}")
+            self.problems.append(f"'{override}': expected key=value{self._example(override)}")
             return
         owner = self._owner(names)
         setting, entry = self.settings.get(owner), key.removeprefix(owner).removeprefix(".")
@@ -191,6 +188,15 @@ class _Reader:
                 self._take(key, value, lambda _: self.given_by)
         except ValueError as error:  # invalid YAML
             self.problems.append(f"{_at(override, self.given_by)}: {error}")
+
+    def _example(self, word: str) -> str:
+        """Return the end of the message for an override that is only a value or a name."""
+        path = Path(word).expanduser()
+        is_data = path.is_file() or _DATA_FILE.search(word) is not None
+        key = "data.source" if is_data else "model.path" if word and path.is_dir() else "prompt"
+        if key in self.settings:
+            return f". Did you mean '{key}={word}'?" if key != "prompt" else f", such as prompt='{word}'."
+        return f", such as batch_size=4.{self._meant(word)}"
 
     def _part_of_item(self, owner: str, entry: str) -> Schema | None:
         """Return the schema of `rewards.weight`: a part of the one item of a list."""
@@ -255,6 +261,8 @@ class _Reader:
         """Return the validated config. Raise ValueError with all problems."""
         config, missing = self.validate()
         blocks = list(self.problems)
+        # A setting that the hint of another problem proposes is not missing too.
+        missing = [setting for setting in missing if not any(f"'{setting.key}" in block for block in blocks)]
         if missing:
             width = max(len(setting.key) for setting in missing)
             rows = "".join(f"\n  {s.key:<{width}}  {s.description} ({s.type})" for s in missing)

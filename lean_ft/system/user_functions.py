@@ -174,12 +174,20 @@ def check_factory(value: str) -> str:
 
 
 def names_in(file: Path) -> list[str]:
-    """The functions and classes that a file defines, without running it; empty if it is no file of Python."""
+    """The functions and classes that a file of Python defines, without running it; empty if there is no such file."""
+    if file.suffix != ".py":
+        return []
     try:
         symbols = symtable(file.read_text(encoding="utf-8", errors="replace"), str(file), "exec").get_symbols()
     except (OSError, SyntaxError, ValueError):
         return []
     return [symbol.get_name() for symbol in symbols if symbol.is_namespace() and symbol.get_name()[:1] != "_"]
+
+
+def name_one_of(path: str) -> str:
+    """Return the end of a message for a Python file without the name of a function: which ones it has."""
+    names = names_in(Path(path).expanduser())
+    return f" {path} has {', '.join(names)}. Name one, such as {path}:{names[0]}." if names else ""
 
 
 def load_function(value: str, planned: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -106,7 +106,7 @@ class BadSteps:
         if self.steps:
             say("bad steps", f"{len(self.steps)} with a loss or gradients that were not finite: {self.steps[:10]}")
         if self.batches_without_targets:
-            say("no targets", f"{self.batches_without_targets} batches had no target tokens")
+            say("no targets", f"{counted(self.batches_without_targets, 'micro-batches')} had no target tokens")
 
     def _look_for_uniform_loss(self, row: Row) -> None:
         if self._uniform_loss is None:

@@ -10,6 +10,7 @@ it misses are in metrics.jsonl. The packages come with the extras `tensorboard`,
 
 import csv
 import importlib
+import inspect
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from lean_ft.settings import LogConfig
@@ -177,6 +179,14 @@ class _TensorBoard(_Logger):
         self._writer.close()
 
 
+def _has_wandb_key(wandb: ModuleType) -> bool:
+    """Whether wandb has an API key. `wandb.init` would ask for one in the terminal, and its question aborts Python at
+    the end of the run if nobody answers."""
+    if "prompt" in inspect.signature(wandb.login).parameters:  # newer versions
+        return bool(wandb.login(prompt=False, verify=False))
+    return bool(wandb.api.api_key)
+
+
 class _WeightsAndBiases(_Logger):
     """A wandb run, resumed under the same id. It gets no command, environment, console output, code or git remote.
 
@@ -186,6 +196,9 @@ class _WeightsAndBiases(_Logger):
     def __init__(self, cfg: LogConfig, directory: Path, settings: dict[str, str], start_step: int):
         import wandb
 
+        online = not cfg.offline and os.environ.get("WANDB_MODE", "online") == "online"
+        if online and not _has_wandb_key(wandb):
+            raise ValueError("there is no API key. Run `wandb login`, set WANDB_API_KEY, or set log.offline=true.")
         run_id = _records(directory).get("wandb") if start_step else None
         self._run = wandb.init(
             project=cfg.project,

@@ -127,10 +127,11 @@ def _log_optimizer(run: "Run", optimizer: OptimizerConfig) -> None:
         say("note", note)
     if warmup_steps >= total_steps:
         highest = optimizer.peak_lr * (total_steps - 1) / warmup_steps
+        highest_rate = f"at or below {highest:g}" if highest else "0"
         say(
             "WARNING",
             f"the whole run is warm-up: it has {counted(total_steps, 'steps')} and "
-            f"{counted(warmup_steps, 'warm-up steps')}, so the learning rate stays at or below {highest:g}. Set a "
+            f"{counted(warmup_steps, 'warm-up steps')}, so the learning rate stays {highest_rate}. Set a "
             "shorter warm-up (schedule.warmup_ratio=0.1), or train longer.",
         )
 

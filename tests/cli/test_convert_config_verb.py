@@ -31,7 +31,7 @@ def test_what_it_writes_is_valid_and_what_it_leaves_out_is_told(leanft, tmp_path
     listed, *remarks = converted.err.splitlines()
     assert listed.startswith("converted: ") and "batch_size" in listed
     assert all(f"# {remark}" in ours.read_text() for remark in remarks)
-    assert converted.out == f"{ours}: leanft run finetune --config {ours}\n"
+    assert converted.out == f"wrote {ours}. Run it: leanft run finetune --config {ours}\n"
     assert leanft("convert-config", theirs).out == ours.read_text()
     leanft.ok("validate", "--config", ours)
     assert leanft("convert-config", theirs, "-o", ours).code == 2  # no overwriting

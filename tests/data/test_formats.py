@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.data.formats import Fields, formats_of
+from lean_ft.data.formats import Fields, formats_of, meant_fields
 from lean_ft.data.pairs import PairReader
 from lean_ft.data.rows import Row
 from lean_ft.data.sft import SFTReader, read_token_row
@@ -278,6 +278,9 @@ def test_detection(fields: dict[str, Any], name: str):
         ({"mesages": []}, {}, "mean 'messages' by `mesages`.*if all rows have it, set data.columns.messages=mesages"),
         ({"Prompt text": "q", "prompts": "a"}, {}, "mean 'prompt' by `prompts`"),
         ({"complition": "a", "prompt": "q"}, {}, "mean 'completion' by `complition`"),
+        ({"prompt": "q", "answer": "a"}, {}, "read `answer` as completion, add `data.columns.completion=answer`"),
+        ({"chat": []}, {}, "read `chat` as messages, add `data.columns.messages=chat`"),
+        ({"data": [{"text": "x"}]}, {}, r"If `data` holds the rows, run jq -c '.data\[\]' a.jsonl > rows.jsonl"),
         ({}, {}, "from the fields no fields"),
         ({"text": "x"}, {"columns": {"promt": "x"}},
             "data.columns.promt: no format of this recipe has such a field.*mean 'prompt'"),
@@ -286,6 +289,12 @@ def test_detection(fields: dict[str, Any], name: str):
 def test_what_cannot_be_told(fields, settings, message):
     with pytest.raises(ValueError, match=message):
         detect(fields, **settings)
+
+
+def test_a_row_with_a_mistyped_field_is_of_its_format():
+    assert meant_fields(["prompt", "completions"]) == {"prompt", "completions", "completion"}
+    assert "rejected" in meant_fields(["prompt", "chosen", "reject"])
+    assert meant_fields(["prompt", "answer", "texts"]) == {"prompt", "answer", "texts"}
 
 
 def test_rows_that_could_not_be_read_tell_nothing():

@@ -29,7 +29,7 @@ BODIES = {
     "one tensor": ("torch.ones(2, requires_grad=True)", [1.0, 1.0]),
     "true and none": ("[True, None]", [1.0, None]),
     "a huge number": ("[1, 10**400]", r"returned 10000.* at row 2; expected a finite number"),
-    "one value": ("[1]", "returned 1 values for 2 answers"),
+    "one value": ("[1]", "returned 1 value for 2 answers"),
     "not a number": ("[1, float('nan')]", r"returned nan at row 2"),
     "text": ("[1, '1']", r"returned 1 at row 2"),
     "a tensor of two": ("[1, torch.ones(2)]", r"at row 2; expected a finite number"),
@@ -204,3 +204,12 @@ def test_a_shipped_recipe_that_somebody_exits_has_failed(monkeypatch) -> None:
     monkeypatch.setattr(recipe, "main", lambda cfg: sys.exit(130))
     with pytest.raises(SystemExit):
         run_recipe(recipe, create_model("Config")())
+
+
+def test_an_unknown_reward_names_the_function_of_a_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def right(completions): ...\nasync def brief(completions): ...\n")
+    with pytest.raises(ValueError, match="unknown reward 'brief'. Did you mean 'mine.py:brief'?"):
+        rewards.check_rewards(["mine.py:right", "brief"])
+    with pytest.raises(ValueError, match=r"mine.py has right, brief. Name one, such as mine.py:right\."):
+        rewards.check_rewards(["mine.py"])

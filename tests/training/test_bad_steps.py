@@ -172,4 +172,4 @@ def test_of_a_masked_out_step_nothing_was_measured_and_it_is_no_bad_one(
     assert not {"token_accuracy", "entropy", "non_finite"} & row.keys()
     assert "not finite" not in (said := capsys.readouterr().out)
     assert not (run / "bad_batches").exists()
-    assert "2 batches had no target tokens" in said
+    assert "2 micro-batches had no target tokens" in said

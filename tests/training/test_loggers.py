@@ -320,6 +320,16 @@ def test_answers_come_as_tables(tmp_path):
         assert table["data"] == [["2 + 2 =", "4 | four\nfive", 1.0, '{"exact_answer": 1.0}']] * 2
 
 
+def test_wandb_without_a_key_is_refused_and_asks_for_nothing(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ValueError, match="log.to=wandb could not be opened: there is no API key. Run `wandb login`"):
+        Loggers(LogConfig(to=["wandb"]), tmp_path, {}, 0)
+
+
 @pytest.mark.parametrize("when", ["opened", "written to"])
 def test_a_service_that_does_not_answer_is_left_out(tmp_path, monkeypatch, capsys, when):
     class Silent(loggers._Logger):
