@@ -36,6 +36,9 @@ PLANNED = {  # by the last part of a preset's name: what the preset does
     "kto": "KTO with {adapter}",
     "grpo": "GRPO with {adapter} on math answers",
     "tools": "GRPO with {adapter} and a tool",
+    "ppo": "PPO with {adapter} on math answers",
+    "online_dpo": "online DPO with {adapter} on math answers",
+    "reward": "a reward model with {adapter}",
     "classify": "classification with {adapter}",
     "distill": "{adapter}, distilled from {teacher} in 4 bits",
 }
