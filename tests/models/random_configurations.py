@@ -204,6 +204,13 @@ DRAWS: dict[str, Draws] = {
     "persimmon": IN_PART,
     "biogpt": LEARNED,
     "falcon": SQUARE,
+    "cohere2_moe": Draws({
+        "rms_norm_eps": st.none() | st.just(1e-3), "num_shared_experts": st.integers(0, 2),
+        "shared_expert_combination_strategy": st.sampled_from(["average", "sum"]),
+        "expert_selection_fn": st.sampled_from(["softmax", "sigmoid"]), "first_k_dense_replace": st.integers(0, 2),
+        "prefix_dense_sliding_window_pattern": FEW, "prefix_dense_intermediate_size": st.none() | SMALL,
+        "num_experts_per_tok": FEW,
+    }),
     "phi": replace(IN_PART, fields=UNTIED), "stablelm": replace(IN_PART, rope=IN_HALF),
     "gpt2": LEARNED, "gpt_bigcode": LEARNED, "opt": LEARNED, "gptj": replace(
         LEARNED, fields=LEARNED.fields | UNTIED,
