@@ -89,7 +89,7 @@ ENDS = {
     "mxfp4": "openai/gpt-oss",
 }
 # Formats whose unquantized model does not help.
-REASONS = {"bitnet": "no: the layers round weights and inputs in each pass, also where the stored weights are unquantized"}
+REASONS = {"bitnet": "no: the layers round weights and inputs in each pass, also if the stored weights are bfloat16"}
 QUANTIZED = """A folder with quantized weights has a `quantization_config` in its `config.json`. Its
 `quant_method` decides whether lean_ft reads it. For another format, set `model.path` to the unquantized model that the
 folder was made from. `lora.quantize=nf4` quantizes frozen weights to 4 bits while they load
