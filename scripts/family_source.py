@@ -43,6 +43,7 @@ FILES += (
     "phimoe",
     "falcon_h1",
     "mimo_v2_flash",
+    "cohere2_moe",
 )
 MODULES = {file: import_module(f"lean_ft.models.families.{file}") for file in FILES}
 # Fields of a row that the search takes whole from another row.

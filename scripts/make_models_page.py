@@ -88,6 +88,8 @@ ENDS = {
     "gptq": "-GPTQ-Int4",
     "mxfp4": "openai/gpt-oss",
 }
+# Formats whose unquantized model does not help.
+REASONS = {"bitnet": "no: the layers round weights and inputs in each pass, also if the stored weights are bfloat16"}
 QUANTIZED = """A folder with quantized weights has a `quantization_config` in its `config.json`. Its
 `quant_method` decides whether lean_ft reads it. For another format, set `model.path` to the unquantized model that the
 folder was made from. `lora.quantize=nf4` quantizes frozen weights to 4 bits while they load
@@ -102,7 +104,7 @@ def methods() -> str:
         try:
             decoder_config(config | {"quantization_config": {"quant_method": method}})
         except ValueError:
-            how = "no: use the unquantized model"
+            how = REASONS.get(method, "no: use the unquantized model")
         else:
             how = f"yes, {READABLE[method]}"
         ends = " ".join(f"`{end}`" for end in ENDS.get(method, "").split(", ") if end)

@@ -36,6 +36,9 @@ PLANNED = {  # by the last part of a preset's name: what the preset does
     "kto": "KTO with {adapter}",
     "grpo": "GRPO with {adapter} on math answers",
     "tools": "GRPO with {adapter} and a tool",
+    "ppo": "PPO with {adapter} on math answers",
+    "online_dpo": "online DPO with {adapter} on math answers",
+    "reward": "a reward model with {adapter}",
     "classify": "classification with {adapter}",
     "distill": "{adapter}, distilled from {teacher} in 4 bits",
 }
@@ -124,6 +127,8 @@ def test_each_objective_has_presets_of_two_sizes_that_shrink_in_no_plan():
     kinds = [kind_of(name) for name in PRESETS]
     assert {kind: kinds.count(kind) for kind in PLANNED} == dict.fromkeys(PLANNED, 2)
     assert kinds.count("images") >= 2
+    recipes = list(map(recipe_name, PRESETS))
+    assert not [name for name in catalog.presets() if recipes.count(recipe_name(name)) < 2]  # also tiny's
     assert not [name for name in PRESETS if kind_of(name) in PLANNED and gate.shorter(name)]
 
 

@@ -330,6 +330,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "attention_bias": True,
         "tie_word_embeddings": False, "layer_norm_eps": 1e-2, "logit_scale": 1.5,
     }),
+    "cohere2_moe": ("cohere2_moe", {
+        "num_hidden_layers": 4, "head_dim": 20, "sliding_window": 7, "sliding_window_pattern": 2, "num_experts": 6,
+        "num_shared_experts": 2, "expert_selection_fn": "sigmoid", "logit_scale": 0.6,
+    }),
+    "cohere2_moe_dense_first": ("cohere2_moe", {
+        "num_hidden_layers": 4, "sliding_window": 9, "num_experts": 5, "num_experts_per_tok": 3, "head_dim": 16,
+        "first_k_dense_replace": 2, "prefix_dense_intermediate_size": 40, "rms_norm_eps": 1e-3,
+        "num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "tie_word_embeddings": False,
+        "attention_bias": True, "logit_scale": 1.0,
+    }),
+    "cohere2_moe_unnormed": ("cohere2_moe", {
+        "num_hidden_layers": 3, "sliding_window": 5, "num_experts": 5, "num_experts_per_tok": 3, "head_dim": 16,
+        "expert_selection_fn": "sigmoid", "norm_topk_prob": False, "layer_norm_eps": 1e-2, "logit_scale": 0.8,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "prefix_dense_sliding_window_pattern": 2,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
     "starcoder2": ("starcoder2", {"head_dim": 20}),
     "starcoder2_window_untied": ("starcoder2", {
         "sliding_window": 7, "use_bias": False, "tie_word_embeddings": False, "norm_epsilon": 1e-2,

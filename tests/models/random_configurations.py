@@ -174,6 +174,11 @@ def finish_nemotron_h(draw: Draw, chosen: dict[str, Any]) -> None:
     chosen["mlp_bias"] &= "moe" not in kinds  # shared experts then have a bias: its tensors are refused
 
 
+def finish_cohere2_moe(draw: Draw, chosen: dict[str, Any]) -> None:
+    """transformers fails with more dense layers than layers."""
+    chosen["first_k_dense_replace"] = draw(st.integers(0, chosen["num_hidden_layers"]))
+
+
 def finish_granite_swa(draw: Draw, chosen: dict[str, Any]) -> None:
     length = chosen["num_hidden_layers"]
     bases = st.lists(st.sampled_from([0, 70.0, 700.0]), min_size=length, max_size=length)
@@ -204,6 +209,13 @@ DRAWS: dict[str, Draws] = {
     "persimmon": IN_PART,
     "biogpt": LEARNED,
     "falcon": SQUARE,
+    "cohere2_moe": Draws({
+        "rms_norm_eps": st.none() | st.just(1e-3), "num_shared_experts": st.integers(0, 2),
+        "shared_expert_combination_strategy": st.sampled_from(["average", "sum"]),
+        "expert_selection_fn": st.sampled_from(["softmax", "sigmoid"]),
+        "prefix_dense_sliding_window_pattern": FEW, "prefix_dense_intermediate_size": st.none() | SMALL,
+        "num_experts_per_tok": FEW,
+    }, finish=finish_cohere2_moe),
     "phi": replace(IN_PART, fields=UNTIED), "stablelm": replace(IN_PART, rope=IN_HALF),
     "gpt2": LEARNED, "gpt_bigcode": LEARNED, "opt": LEARNED, "gptj": replace(
         LEARNED, fields=LEARNED.fields | UNTIED,

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 
 from lean_ft.models.config import DecoderConfig, MixtureConfig
+from lean_ft.models.families.cohere2_moe import COHERE2_MOE
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURES
 from lean_ft.models.families.dense import DENSE
 from lean_ft.models.families.falcon_h1 import FALCON_H1
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     **GEMMA3N,
     **GEMMA4,
     **MIXTURES,
+    **COHERE2_MOE,
     **GPT_OSS,
     **PHIMOE,
     **LLAMA4,

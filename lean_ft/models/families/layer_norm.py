@@ -25,13 +25,14 @@ def _head_norms_if(field: str) -> Any:
 
 # A table: related fields share a line.
 # fmt: off
-_COHERE = {
+COHERE = {
     **ATTENTION_BIAS, "norm_placement": "parallel", "norm_centered": True,
     "logits_divisor": lambda fields: 1 / fields.positive("logit_scale"),
 }
 _COHERE_DEFAULTS = {
     "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True,
 }
+COHERE2_DEFAULTS = {**_COHERE_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4}
 _WITHOUT_GATE = {
     **ATTENTION_BIAS, "mlp_bias": flag("mlp_bias"), "norm_centered": True, "norm_parameters": "weight_and_bias",
     "gated": False,
@@ -39,15 +40,14 @@ _WITHOUT_GATE = {
 
 LAYER_NORM: dict[str, Family] = {
     "cohere": Family(
-        facts={**_COHERE, "qk_norm": _head_norms_if("use_qk_norm")},
+        facts={**COHERE, "qk_norm": _head_norms_if("use_qk_norm")},
         rope=lambda fields, layer, is_windowed: rope_config(fields, interleaved=True, in_float32=True),
         norm_eps_field="layer_norm_eps",
         defaults={**_COHERE_DEFAULTS, "rope_theta": 5e5, "use_qk_norm": False},
     ),
     "cohere2": Family(
-        facts=_COHERE, has_window=all_but_every_nth_layer, reads_layer_types=True, rope=_interleaved_rope_in_windows,
-        norm_eps_field="layer_norm_eps",
-        defaults={**_COHERE_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4},
+        facts=COHERE, has_window=all_but_every_nth_layer, reads_layer_types=True, rope=_interleaved_rope_in_windows,
+        norm_eps_field="layer_norm_eps", defaults=COHERE2_DEFAULTS,
     ),
     "olmo": Family(
         scores_as="Olmo", facts={**ATTENTION_BIAS, "norm_centered": True, "norm_parameters": "none", "norm_eps": 1e-5},

@@ -65,7 +65,9 @@ _QWEN3_5 = Multimodal({"qwen3_5_text": "Qwen3_5ForCausalLM"})
 # fmt: off
 MULTIMODAL: dict[str, Multimodal] = {
     "aya_vision": _COHERE2,
-    "cohere2_vision": _COHERE2,
+    "cohere2_vision": replace(
+        _COHERE2, families={**_COHERE2.families, "cohere2_moe": "Cohere2MoeForCausalLM"},
+    ),
     "deepseek_vl": _LLAMA,
     "deepseek_vl_hybrid": _LLAMA,
     "exaone4_5": Multimodal({"exaone4": "Exaone4ForCausalLM"}),
