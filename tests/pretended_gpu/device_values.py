@@ -26,6 +26,9 @@ from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_row
 from lean_ft.models.frozen_weight import _expand_stepwise
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.mix import ExpertFormula, activation, activation_gradient
+from lean_ft.models.state.chunks import Tokens
+from lean_ft.models.state.convolution import _in_blocks, _in_blocks_backward
+from lean_ft.models.state.linear_attention import _by_chunks, _by_chunks_backward
 
 # Operations whose result shape depends on values, or whose host code reads values. Their host code does not run,
 # because an empty kernel has not written the values.
@@ -75,6 +78,7 @@ def install() -> None:
 
     from lean_ft.models import expand_kernel, expert_kernels, grouped_kernels  # these import Triton
     from lean_ft.models.attention import flash_kernels
+    from lean_ft.models.state import convolution_kernels, linear_attention_kernels
 
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
@@ -101,13 +105,17 @@ def install() -> None:
     expert_kernels.sum_rows = partial(_summed, expert_kernels.sum_rows)
     expand_kernel.expand = partial(_expanded, expand_kernel.expand)
     expert_kernels.activate = partial(_expert_activation, expert_kernels.activate)
-    for name, values in (
-        ("attend", _attend),
-        ("attend_backward", _attend_backward),
-        ("join_sinks", _join_sinks),
-        ("sink_gradients", _sink_gradients),
+    for kernels, name, values in (
+        (flash_kernels, "attend", _attend),
+        (flash_kernels, "attend_backward", _attend_backward),
+        (flash_kernels, "join_sinks", _join_sinks),
+        (flash_kernels, "sink_gradients", _sink_gradients),
+        (linear_attention_kernels, "forward", _by_chunks),
+        (linear_attention_kernels, "backward", _linear_attention_backward),
+        (convolution_kernels, "convolve", lambda *args: (_in_blocks(*args, block=128),)),
+        (convolution_kernels, "convolve_backward", partial(_in_blocks_backward, block=128)),
     ):
-        setattr(flash_kernels, name, partial(_with_reference, getattr(flash_kernels, name), values))
+        setattr(kernels, name, partial(_with_reference, getattr(kernels, name), values))
 
     import bitsandbytes  # noqa: F401
 
@@ -537,6 +545,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[T
 
 def _attend_backward(grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
     return attend_rows_backward(grad, *inputs)
+
+
+def _linear_attention_backward(tokens_of: Tokens, kept: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    grads = tuple(torch.empty_like(x) for x in tokens_of[:5])
+    _by_chunks_backward(tokens_of, kept, grad, grads)
+    return grads
 
 
 def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:

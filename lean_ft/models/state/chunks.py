@@ -19,6 +19,7 @@ from torch import Tensor
 from lean_ft.models.layers import wide_dtype
 
 CHUNK = 64
+SEGMENT = 16 * CHUNK  # tokens whose states a GPU has in memory at once, and between two states that are kept
 _LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as in flash-linear-attention
 _solve = partial(torch.linalg.solve_triangular, unitriangular=True)
 
@@ -234,7 +235,7 @@ def document_numbers(cu_seqlens: Tensor | None, num_tokens: int) -> Tensor | Non
     if cu_seqlens is None:
         return None
     indices = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return (torch.bucketize(indices, cu_seqlens, right=True) - 1)[None]
+    return torch.bucketize(indices, cu_seqlens, right=True)[None]
 
 
 def chunks(start: int, end: int, size: int) -> Iterator[slice]:

@@ -132,11 +132,16 @@ def _num_flops_backward(
     return 6 * math.prod(x_shape) * weight_shape[1]
 
 
-_NUMBERING = 3  # launches that find each token's document
+_NUMBERING = 2  # launches that find each token's document
 
 
 def _launched(
-    capability: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None, cu: Tensor | None, activation: str | None
+    capability: tuple[int, int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu: Tensor | None,
+    activation: str | None,
 ) -> Launched | SlowPath:
     if why := why_no_convolution(x, weight.shape[1], activation, compiles=True):
         documents = document_numbers(cu, x.shape[1])

@@ -30,12 +30,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.layers import wide_dtype
-from lean_ft.models.state.chunks import CHUNK, Chunk, Tokens, chunks, document_numbers
+from lean_ft.models.state.chunks import CHUNK, SEGMENT, Chunk, Tokens, chunks, document_numbers
 from lean_ft.models.state.forms import choose_form, form_of, slow
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
-
-SEGMENT = 16 * CHUNK  # tokens between two states that are kept
 
 
 @torch.library.custom_op("lean_ft::linear_attention", mutates_args=())
@@ -233,7 +231,7 @@ def _launched(
     per_token = 4 * value.shape[0] * value.shape[2] * value.shape[1]  # bytes of a float32 number per token and head
     # Two kernels read the keys again, and each part of a state's columns does.
     again = per_token * key.shape[-1] * (1 + value.shape[-1] // 32) // 2
-    return Launched(1 + num_segments * 3 + 3 * (cu_seqlens is not None), [4 * scratch], again)
+    return Launched(1 + num_segments * 3 + 2 * (cu_seqlens is not None), [4 * scratch], again)
 
 
 def _launched_backward(
@@ -256,7 +254,7 @@ def _launched_backward(
     num_segments, scratch = _scratch(key, value, corrects, backward=True)
     is_grouped = key.shape[2] < value.shape[2]
     of_heads = 4 * value[..., 0].numel() * key.shape[-1] if is_grouped else 0  # gradients before their sum
-    number = 1 + num_segments * (8 + corrects) + 4 * is_grouped + 3 * (cu_seqlens is not None)
+    number = 1 + num_segments * (8 + corrects) + 4 * is_grouped + 2 * (cu_seqlens is not None)
     per_token = 4 * value[..., 0].numel()
     again = per_token * (key.shape[-1] * (6 + value.shape[-1] // 16) + 4 * value.shape[-1]) // 2
     return Launched(number, [4 * scratch, of_heads, of_heads], again)

@@ -19,9 +19,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from lean_ft.models.state.chunks import CHUNK, Tokens
+from lean_ft.models.state.chunks import CHUNK, SEGMENT, Tokens
 
-SEGMENT = 16 * CHUNK  # tokens whose states are in memory at once, and between two states that are kept
 _C = tl.constexpr(CHUNK)
 _EPS = tl.constexpr(1e-6)
 _RATES, _SUMS = tl.constexpr(5), tl.constexpr(10)  # rows of C numbers per chunk
@@ -156,7 +155,8 @@ def _segment_backward(
     of_query, of_key, of_value, of_decay, of_beta = grads
     grad_before = torch.empty_like(before)  # first, the state after the segment
     inverses, states, written = segment.scan(before, grad_before)
-    of_states, of_written = segment.scratch(segment.key_dim, segment.value_dim), segment.scratch(CHUNK, segment.value_dim)
+    of_states = segment.scratch(segment.key_dim, segment.value_dim)
+    of_written = segment.scratch(CHUNK, segment.value_dim)
     segment.launch("all", _read_backward, grad_out, of_states, of_written)
     segment.walk(_scan_backward, inverses, grad_after, grad_before, of_states, of_written)
     sums, of_scores = segment.scratch(_SUMS.value, CHUNK), segment.scratch(CHUNK, CHUNK)
@@ -260,7 +260,8 @@ def _between(x, chunk, start):
 
 @triton.jit
 def _prepare(
-    x, inverses, KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    x, inverses, KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Store the rates, and T: the inverse of 1 + beta times the chunk's decayed products of keys below the diagonal."""
     n, state = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -348,7 +349,9 @@ def _scan(
 
 
 @triton.jit
-def _written(x, writes, row, head, start, chunk, column, VALUE: tl.constexpr, COLUMNS: tl.constexpr, CORRECTS: tl.constexpr):
+def _written(
+    x, writes, row, head, start, chunk, column, VALUE: tl.constexpr, COLUMNS: tl.constexpr, CORRECTS: tl.constexpr,
+):
     if CORRECTS:
         written = tl.load(writes + chunk * _C * VALUE + _tile(_C, COLUMNS, VALUE) + column)
     else:
@@ -369,7 +372,8 @@ def _products(x, row, head, start, chunk, KEY: tl.constexpr, PART: tl.constexpr,
 @triton.jit
 def _read(
     x, states, writes, out,
-    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """The output: from the state before the chunk, and from the values that the chunk writes."""
     n, state = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -389,7 +393,8 @@ def _read(
 @triton.jit
 def _read_backward(
     x, grad_out, grads, grad_writes,
-    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """The gradients, through the chunk's output alone, of the state before it and of the values that it writes."""
     n, state = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -442,7 +447,8 @@ def _after(x, grads, grad_after, n, state, chunk, SIZE: tl.constexpr):
 @triton.jit
 def _write_backward(
     x, inverses, states, writes, grads, grad_after, grad_out, grad_writes, grad_value, sums,
-    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """The gradients of values; of the right side of the chunk's system, in place of `grad_writes`; and sums over
     values: of the decay since the state before, through queries and through keys; of that until the state after; and
@@ -456,7 +462,8 @@ def _write_backward(
     after = _after(x, grads, grad_after, n, state, chunk, KEY * VALUE)
     for column in range(0, VALUE, COLUMNS):
         tile = _tile(_C, COLUMNS, VALUE) + column
-        read, through_state, known = (tl.zeros((_C, COLUMNS), tl.float32), tl.zeros((_C, COLUMNS), tl.float32), tl.zeros((_C, COLUMNS), tl.float32))
+        read, through_state = tl.zeros((_C, COLUMNS), tl.float32), tl.zeros((_C, COLUMNS), tl.float32)
+        known = tl.zeros((_C, COLUMNS), tl.float32)
         for first in range(0, KEY, PART):
             key, part = _keys(x, row, head, start, first, PART), first * VALUE + _tile(PART, COLUMNS, VALUE) + column
             s, grad_s = tl.load(states + chunk * KEY * VALUE + part), tl.load(after + part)
@@ -467,7 +474,8 @@ def _write_backward(
                 known += tl.dot(key, s, input_precision=PRECISION)
         by_query += tl.sum(_gradients(grad_out, x, row, head, start, column, VALUE, COLUMNS) * read, 1)
         through_state *= (_rate(x, chunk, 2) * key_scale)[:, None]
-        by_after += tl.sum(_written(x, writes, row, head, start, chunk, column, VALUE, COLUMNS, CORRECTS) * through_state, 1)
+        written = _written(x, writes, row, head, start, chunk, column, VALUE, COLUMNS, CORRECTS)
+        by_after += tl.sum(written * through_state, 1)
         grad = tl.load(grad_writes + chunk * _C * VALUE + tile) + through_state
         value = _values(x, row, head, start, column, COLUMNS)
         if CORRECTS:
@@ -491,7 +499,8 @@ def _write_backward(
 @triton.jit
 def _system_backward(
     x, writes, grad_writes, sums, of_overlaps,
-    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """The gradients of a chunk's products of keys with keys, added to their transpose; and, in `sums`, what the system
     adds to the gradients of betas and of the sums of log decays."""
@@ -514,7 +523,8 @@ def _system_backward(
     tl.store(sums + 5 * _C, of_rate)
     tl.store(sums + 6 * _C, rate * of_rate - by_later)
     # What a gradient has along its key, whose length is always 1.
-    tl.store(sums + 8 * _C, rate * of_rate + by_later + tl.load(sums + 2 * _C) + _rate(x, chunk, 1) * tl.load(sums + _C))
+    through_state = tl.load(sums + 2 * _C) + _rate(x, chunk, 1) * tl.load(sums + _C)
+    tl.store(sums + 8 * _C, rate * of_rate + by_later + through_state)
     of_system *= rate[:, None]
     tl.store(of_overlaps + chunk * _C * _C + _tile(_C, _C, _C), of_system + tl.trans(of_system))
 
@@ -522,7 +532,8 @@ def _system_backward(
 @triton.jit
 def _decay_backward(
     x, writes, grad_out, sums, of_scores, grad_decay, grad_beta,
-    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """The gradients of log decays and betas, and of a chunk's products of queries with keys."""
     n, state = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -531,7 +542,8 @@ def _decay_backward(
     of_products = tl.zeros((_C, _C), tl.float32)
     for column in range(0, VALUE, COLUMNS):
         written = tl.trans(_written(x, writes, row, head, start, chunk, column, VALUE, COLUMNS, CORRECTS))
-        of_products += tl.dot(_gradients(grad_out, x, row, head, start, column, VALUE, COLUMNS), written, input_precision=PRECISION)
+        grad = _gradients(grad_out, x, row, head, start, column, VALUE, COLUMNS)
+        of_products += tl.dot(grad, written, input_precision=PRECISION)
     of_products *= _between(x, chunk, start)
     tl.store(of_scores + chunk * _C * _C + _tile(_C, _C, _C), of_products)
     of_products *= _products(x, row, head, start, chunk, KEY, PART, PRECISION)
@@ -553,7 +565,8 @@ def _decay_backward(
 @triton.jit
 def _query_backward(
     x, states, grad_out, sums, of_scores, grad_query,
-    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """The gradients of some features of queries."""
     n, state, first = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * PART
@@ -577,7 +590,8 @@ def _query_backward(
 @triton.jit
 def _key_backward(
     x, states, writes, grads, grad_after, grad_out, grad_writes, sums, of_scores, of_overlaps, grad_key,
-    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """The gradients of some features of keys."""
     n, state, first = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * PART
