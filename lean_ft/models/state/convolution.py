@@ -21,6 +21,7 @@ from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.layers import ACTIVATIONS, wide_dtype
 from lean_ft.models.state.chunks import chunks, document_numbers
+from lean_ft.models.state.decoding import convolution_step, decodes
 from lean_ft.models.state.forms import has_convolution, slow, why_no_convolution
 from lean_ft.models.state.state_mixer import StateMixer
 from lean_ft.system.autograd import AutogradContext
@@ -223,6 +224,9 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
         """Convolve x (B, T, C), or (1, N, C) with documents `cu_seqlens`; returns the same shape."""
         num_new = x.shape[1]
+        if cache is not None and self.activation in (None, "silu") and decodes(x, cache):
+            inputs = cache.inputs[: len(x)]
+            return convolution_step(x, inputs, self.weight[:, 0], self.bias, self.activation)
         if cache is not None:
             x = cache.behind_inputs(x)
         return causal_convolution(x, self.weight[:, 0], self.bias, cu_seqlens, self.activation)[:, -num_new:]

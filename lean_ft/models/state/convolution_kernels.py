@@ -13,7 +13,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-_TOKENS, _CHANNELS = 64, 64  # of a program
+_TOKENS, _CHANNELS = 32, 64  # of a program
 _FEW_CHANNELS = 32  # of a program that adds over all tokens
 
 

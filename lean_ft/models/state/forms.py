@@ -33,9 +33,14 @@ def choose_form(key: Tensor, value: Tensor, capability: Capability | None, *, co
         return "segments", str(value.dtype).removeprefix("torch.")
     if capability < _CAPABILITY:
         return "segments", f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    if not (16 <= key_dim <= _LARGEST and key_dim & (key_dim - 1) == 0 and value_dim % 16 == 0):
+    if not (is_a_size(key_dim) and value_dim % 16 == 0):
         return "segments", f"heads with {key_dim} features of keys and {value_dim} of values"
     return ("kernels", "") if compiles else ("segments", "Triton or a C compiler is missing")
+
+
+def is_a_size(key_dim: int) -> bool:
+    """Whether the kernels support keys of this many features."""
+    return 16 <= key_dim <= _LARGEST and key_dim & (key_dim - 1) == 0
 
 
 def form_of(key: Tensor, value: Tensor) -> Form:
