@@ -24,7 +24,7 @@ _LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as in fla
 _solve = partial(torch.linalg.solve_triangular, unitriangular=True)
 
 
-class Parts(NamedTuple):
+class ChunkInputs(NamedTuple):
     """The tokens of one chunk, or of many; `documents` (1, 1, N, C) number the documents, and `document_before`
     (1, 1, N, 1) is that of the token before the chunk."""
 
@@ -58,13 +58,13 @@ class Tokens(NamedTuple):
         x = x[:, tokens].transpose(1, 2).to(wide_dtype(self.value))
         return x if x.shape[1] == self.value.shape[2] else x.repeat_interleave(self.group, 1)
 
-    def chunk(self, tokens: slice) -> Parts:
+    def chunk(self, tokens: slice) -> ChunkInputs:
         """One chunk of these tokens."""
-        parts = (self.of(x, tokens) for x in self[:5])
-        if self.documents is None:
-            return Parts(*parts, None, None)
-        before = self.documents[:, None, max(tokens.start - 1, 0), None]
-        return Parts(*parts, self.documents[:, None, tokens], before)
+        query, key, value, log_decay, beta = (self.of(x, tokens) for x in self[:5])
+        documents = before = None
+        if self.documents is not None:
+            documents, before = self.documents[:, None, tokens], self.documents[:, None, max(tokens.start - 1, 0), None]
+        return ChunkInputs(query, key, value, log_decay, beta, documents, before)
 
     def chunks_of(self, x: Tensor, tokens: slice) -> Tensor:
         """The tokens' part (B, H, N, C, ...) of x (B, T, G or H, ...), whose last chunk is filled up with zeros."""
@@ -78,17 +78,18 @@ class Tokens(NamedTuple):
         """The tokens' part (B, T, H, ...) of x (B, H, N, C, ...), without what fills up the last chunk."""
         return x.movedim(1, 3).flatten(1, 2)[:, : min(tokens.stop, self.value.shape[1]) - tokens.start]
 
-    def all_chunks(self, tokens: slice) -> Parts:
+    def all_chunks(self, tokens: slice) -> ChunkInputs:
         """All chunks of these tokens. A token that fills up the last chunk neither decays the state nor writes."""
-        parts = (self.chunks_of(x, tokens) for x in self[:5])
+        query, key, value, log_decay, beta = (self.chunks_of(x, tokens) for x in self[:5])
         if self.documents is None:
-            return Parts(*parts, None, None)
+            return ChunkInputs(query, key, value, log_decay, beta, None, None)
         documents = self.documents[:, tokens]
         if missing := -documents.shape[1] % CHUNK:
             documents = torch.cat((documents, documents[:, -1:].expand(-1, missing)), 1)
         documents = documents.unflatten(1, (-1, CHUNK))[:, None]
         first = self.documents[:, None, max(tokens.start - 1, 0), None, None]
-        return Parts(*parts, documents, torch.cat((first, documents[:, :, :-1, -1:]), 2))
+        before = torch.cat((first, documents[:, :, :-1, -1:]), 2)
+        return ChunkInputs(query, key, value, log_decay, beta, documents, before)
 
     def empty_state(self) -> Tensor:
         """The state of a document that begins, (B, H, K, V)."""
@@ -99,8 +100,8 @@ class Tokens(NamedTuple):
 class Chunk:
     """Consecutive tokens, or many chunks of them; `follow` gives it the state before."""
 
-    def __init__(self, parts: Parts, group: int, corrects: bool) -> None:
-        query, key, self.value, log_decay, beta, documents, document_before = parts
+    def __init__(self, inputs: ChunkInputs, group: int, corrects: bool) -> None:
+        query, key, self.value, log_decay, beta, documents, document_before = inputs
         self.group, self.corrects = group, corrects
         sees = torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool, device=query.device).tril()
         self.sees = sees if documents is None else sees & (documents[..., None] == documents[..., None, :])

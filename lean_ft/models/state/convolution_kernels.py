@@ -6,12 +6,15 @@ Sums are float32. No sum uses atomics, so equal inputs give equal bits. Imported
 Shapes: B rows, T tokens of a row, C channels, W taps of a channel.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+
+from lean_ft.models.state.forms import launch
 
 _TOKENS, _CHANNELS = 32, 64  # of a program
 _FEW_CHANNELS = 32  # of a program that adds over all tokens
@@ -35,10 +38,10 @@ class _Inputs(NamedTuple):
         numbers = None if documents is None else documents[0]
         return cls(x, weight, bias, numbers, x.stride()[:2], weight.stride(), *x.shape[1:])
 
-    def launch(self, kernel: Any, target: Tensor, activation: str | None, *before: Tensor) -> None:
+    def launch(self, kernel: Callable[..., None], target: Tensor, activation: str | None, *before: Tensor) -> None:
         """Launch programs for blocks of tokens and of channels, and each row."""
         grid = triton.cdiv(self.num_tokens, _TOKENS), triton.cdiv(self.num_channels, _CHANNELS), len(self.x)
-        kernel[grid](self, *before, target, self.weight.shape[1], activation == "silu", _TOKENS, _CHANNELS)
+        launch(kernel, grid, self, *before, target, self.weight.shape[1], activation == "silu", _TOKENS, _CHANNELS)
 
 
 def convolve(
@@ -58,10 +61,9 @@ def convolve_backward(
     grad_x, grad_weight = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, weight))
     grad_bias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     inputs.launch(_input_backward, grad_x, activation, grad)
-    launch: Any = _weight_backward
     grid = (triton.cdiv(inputs.num_channels, _FEW_CHANNELS),)
     constants = weight.shape[1], activation == "silu", _TOKENS, _FEW_CHANNELS
-    launch[grid](inputs, grad, grad_weight, grad_bias, len(x), *constants)
+    launch(_weight_backward, grid, inputs, grad, grad_weight, grad_bias, len(x), *constants)
     return grad_x, grad_weight, grad_bias
 
 

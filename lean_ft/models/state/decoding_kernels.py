@@ -5,14 +5,13 @@ Each reads and writes its part of the cache in place. Imported only with Triton 
 Shapes: B rows, C channels, W taps, G heads of queries and keys, H heads of values, K and V features of a head.
 """
 
-from typing import Any
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from lean_ft.models.state.decoding import Rates, Token
+from lean_ft.models.state.forms import launch
 
 _CHANNELS = 256  # of a program
 _COLUMNS = 16  # of a state, of a program
@@ -22,8 +21,9 @@ _EPS = tl.constexpr(1e-6)
 def convolve(x: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """The result of `convolution_step`."""
     out, num_channels = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[2]
-    launch: Any = _convolve
-    launch[len(x), triton.cdiv(num_channels, _CHANNELS)](
+    launch(
+        _convolve,
+        (len(x), triton.cdiv(num_channels, _CHANNELS)),
         *(x, inputs, weight, bias, out, x.stride(0), *inputs.stride()[:2], *weight.stride(), num_channels),
         *(weight.shape[1], activation == "silu", _CHANNELS),
     )
@@ -36,8 +36,9 @@ def step(token: Token, rates: Rates, state: Tensor, corrects: bool) -> Tensor:
     _, _, num_heads, value_dim = value.shape
     out, columns = torch.empty_like(value, memory_format=torch.contiguous_format), min(value_dim & -value_dim, _COLUMNS)
     strides = *query.stride()[::2], *key.stride()[::2], *value.stride()[::2], *steps.stride()[::2], *share.stride()[::2]
-    launch: Any = _step
-    launch[len(value) * num_heads, value_dim // columns](
+    launch(
+        _step,
+        (len(value) * num_heads, value_dim // columns),
         *(query, key, value, steps, share, *rates, state, out, *strides, num_heads, num_heads // key.shape[2]),
         *(key.shape[-1], value_dim, columns, corrects),
     )
@@ -50,8 +51,9 @@ def gated_norm(
     """The result of the operator of this name."""
     size = x.shape[-1] // num_groups
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    launch: Any = _gated_norm
-    launch[len(x), num_groups](
+    launch(
+        _gated_norm,
+        (len(x), num_groups),
         *(x, gate, weight, out, x.stride(0), gate.stride(0), 0 if weight is None else weight.numel(), eps),
         *(size, triton.next_power_of_2(size), gates_first),
     )

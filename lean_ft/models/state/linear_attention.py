@@ -35,6 +35,8 @@ from lean_ft.models.state.forms import choose_form, form_of, slow
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
 
+_AT_ONCE = 2  # segments, in PyTorch operations on a GPU, so that few are launched
+
 
 @torch.library.custom_op("lean_ft::linear_attention", mutates_args=())
 def linear_attention(
@@ -81,19 +83,19 @@ def _by_chunks(tokens_of: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def _by_segments(tokens_of: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The results of `linear_attention`, all chunks of a segment at once but for the scan over their states."""
+    """The results of `linear_attention`, all chunks of two segments at once but for the scan over their states."""
     out, states = torch.empty_like(tokens_of.value, memory_format=torch.contiguous_format), []
     state = tokens_of.empty_state() if state is None else state
-    for tokens in chunks(0, out.shape[1], SEGMENT):
-        states.append(state)
-        segment, (*_, last) = _segment(tokens_of, tokens, state)
+    for tokens in chunks(0, out.shape[1], _AT_ONCE * SEGMENT):
+        segment, before = _segment(tokens_of, tokens, state)
+        states += [each.view_as(state) for each in before[: -1 : SEGMENT // CHUNK]]
         out[:, tokens] = tokens_of.joined(segment.read(), tokens)
-        state = last.view_as(state)
+        state = before[-1].view_as(state)
     return out, torch.stack([*states, state])
 
 
 def _segment(tokens_of: Tokens, tokens: slice, state: Tensor) -> tuple[Chunk, list[Tensor]]:
-    """All chunks of a segment that follows a state, and the states before each and after the last."""
+    """All chunks of consecutive tokens that follow a state, and the states before each and after the last."""
     segment = Chunk(tokens_of.all_chunks(tokens), tokens_of.group, tokens_of.corrects)
     states = segment.states_from(state)
     return segment.follow(torch.stack(states[:-1], 1).unflatten(0, state.shape[:2])), states
@@ -171,9 +173,9 @@ def _by_chunks_backward(tokens_of: Tokens, states: Tensor, grad_out: Tensor, gra
 
 
 def _by_segments_backward(tokens_of: Tokens, states: Tensor, grad_out: Tensor, grads: tuple[Tensor, ...]) -> None:
-    """As `_by_chunks_backward`, all chunks of a segment at once but for the scans over states and their gradients."""
+    """As `_by_chunks_backward`, all chunks of two segments at once but for the scans over states and gradients."""
     grad_after = tokens_of.empty_state().flatten(0, 1)
-    for tokens in reversed(list(chunks(0, grad_out.shape[1], SEGMENT))):
+    for tokens in reversed(list(chunks(0, grad_out.shape[1], _AT_ONCE * SEGMENT))):
         segment, _ = _segment(tokens_of, tokens, states[tokens.start // SEGMENT])
         grad = tokens_of.chunks_of(grad_out, tokens)
         grad_after, *grads_after = segment.state_gradients(grad, grad_after)
@@ -212,50 +214,34 @@ def _room_for_states(key: Tensor, value: Tensor) -> Tensor:
     return value.new_empty(shape, dtype=wide_dtype(value))
 
 
-def _launched(
-    capability: tuple[int, int],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-    corrects: bool = True,
-) -> Launched | SlowPath:
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]  # of `linear_attention`
+_BackwardInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, bool]
+
+
+def _launched(capability: tuple[int, int], *inputs: *_Inputs) -> Launched | SlowPath:
+    query, key, value, log_decay, beta, cu_seqlens, state, *given = inputs
+    corrects = False not in given  # a call without it does not pass the default
     form, why = choose_form(key, value, capability, compiles=True)
     if form != "kernels":
         tokens_of = Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
         return SlowPath(partial(_by_segments, tokens_of, state), slow(why))
     num_segments, scratch = _scratch(key, value, corrects)
-    per_token = 4 * value.shape[0] * value.shape[2] * value.shape[1]  # bytes of a float32 number per token and head
     # Two kernels read the keys again, and each part of a state's columns does.
-    again = per_token * key.shape[-1] * (1 + value.shape[-1] // 32) // 2
+    again = 4 * value[..., 0].numel() * key.shape[-1] * (1 + value.shape[-1] // 32) // 2
     return Launched(1 + num_segments * 3 + 2 * (cu_seqlens is not None), [4 * scratch], again)
 
 
-def _launched_backward(
-    capability: tuple[int, int],
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    states: Tensor,
-    corrects: bool,
-) -> Launched | SlowPath:
+def _launched_backward(capability: tuple[int, int], *inputs: *_BackwardInputs) -> Launched | SlowPath:
+    grad_out, query, key, value, log_decay, beta, cu_seqlens, states, corrects = inputs
     form, why = choose_form(key, value, capability, compiles=True)
     if form != "kernels":
         tokens_of = Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
         grads = tuple(torch.empty_like(x) for x in tokens_of[:5])
         return SlowPath(partial(_by_segments_backward, tokens_of, states, grad_out, grads), slow(why))
     num_segments, scratch = _scratch(key, value, corrects, backward=True)
-    is_grouped = key.shape[2] < value.shape[2]
-    of_heads = 4 * value[..., 0].numel() * key.shape[-1] if is_grouped else 0  # gradients before their sum
+    is_grouped, per_token = key.shape[2] < value.shape[2], 4 * value[..., 0].numel()  # bytes of float32 per head
+    of_heads = per_token * key.shape[-1] * is_grouped  # gradients before their sum
     number = 1 + num_segments * (8 + corrects) + 4 * is_grouped + 2 * (cu_seqlens is not None)
-    per_token = 4 * value[..., 0].numel()
     again = per_token * (key.shape[-1] * (6 + value.shape[-1] // 16) + 4 * value.shape[-1]) // 2
     return Launched(number, [4 * scratch, of_heads, of_heads], again)
 
@@ -281,9 +267,6 @@ class _RecurrenceContext(
     AutogradContext[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 ):
     corrects: bool
-
-
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]  # of `linear_attention`
 
 
 def _save_for_backward(ctx: _RecurrenceContext, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:

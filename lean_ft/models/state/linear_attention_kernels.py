@@ -12,7 +12,8 @@ Shapes: as in `linear_attention`; N chunks of a segment, and C tokens of a chunk
 of all rows in their first dimension.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -20,6 +21,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from lean_ft.models.state.chunks import CHUNK, SEGMENT, Tokens
+from lean_ft.models.state.forms import launch
 
 _C = tl.constexpr(CHUNK)
 _EPS = tl.constexpr(1e-6)
@@ -68,10 +70,10 @@ class _Segment:
         rates = log_decay.new_empty(self.num_states, self.num_chunks, _RATES.value, CHUNK)
         strides = (x.stride()[:3] for x in (query, key, value))
         sizes = index * SEGMENT, num_tokens, self.num_chunks, num_heads, tokens_of.group
-        self.chunks = _Chunks(*tokens_of[:6], rates, *strides, *sizes)
-        self.constants: dict[str, Any] = {"KEY": self.key_dim, "VALUE": self.value_dim, "CORRECTS": self.corrects}
-        self.constants |= {"PRECISION": "tf32" if value.itemsize == 2 else "ieee"}
-        self.constants |= {"COLUMNS": _largest(self.value_dim, 32)}
+        self.chunks = _Chunks._make((*tokens_of[:6], rates, *strides, *sizes))
+        self.columns = _largest(self.value_dim, 32)
+        self.constants = {"KEY": self.key_dim, "VALUE": self.value_dim, "COLUMNS": self.columns}
+        self.constants |= {"CORRECTS": self.corrects, "PRECISION": "tf32" if value.itemsize == 2 else "ieee"}
 
     def scratch(self, *shape: int) -> Tensor:
         """Room for float32 numbers of each chunk, (B H, N, *shape)."""
@@ -81,17 +83,19 @@ class _Segment:
         """The same, or None without corrections."""
         return self.scratch(*shape) if self.corrects else None
 
-    def launch(self, options: str, kernel: Any, *tensors: Tensor | None, is_by_part: bool = False) -> None:
+    def launch(
+        self, options: str, kernel: Callable[..., None], *tensors: Tensor | None, is_by_part: bool = False
+    ) -> None:
         """Launch programs for each chunk and head, and each part of a key's features."""
         chosen = {"PART": 64, **_OPTIONS[options]}
         chosen["PART"] = _largest(self.key_dim, chosen["PART"])
         grid = self.num_chunks, self.num_states, self.key_dim // chosen["PART"] if is_by_part else 1
-        kernel[grid](self.chunks, *tensors, **self.constants, **chosen)
+        launch(kernel, grid, self.chunks, *tensors, **self.constants, **chosen)
 
-    def walk(self, kernel: Any, *tensors: Tensor | None) -> None:
+    def walk(self, kernel: Callable[..., None], *tensors: Tensor | None) -> None:
         """Launch programs for each head and some columns of its state, which go from chunk to chunk."""
-        grid = self.num_states, self.value_dim // self.constants["COLUMNS"]
-        kernel[grid](self.chunks, *tensors, **self.constants, **_OPTIONS["scan"])
+        grid = self.num_states, self.value_dim // self.columns
+        launch(kernel, grid, self.chunks, *tensors, **self.constants, **_OPTIONS["scan"])
 
     def scan(self, before: Tensor, after: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """The inverses of the systems, the states before the chunks, and the written values; `after` becomes the state
@@ -110,9 +114,10 @@ def _largest(size: int, most: int) -> int:
 
 def _readable(tokens_of: Tokens) -> Tokens:
     """The arguments in layouts that the kernels read."""
-    parts = (x if x.stride(-1) == 1 else x.contiguous() for x in tokens_of[:3])
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in tokens_of[:3])
+    log_decay, beta = tokens_of.log_decay.contiguous(), tokens_of.beta.contiguous()
     documents = None if tokens_of.documents is None else tokens_of.documents[0]
-    return Tokens(*parts, tokens_of.log_decay.contiguous(), tokens_of.beta.contiguous(), documents, tokens_of.corrects)
+    return Tokens(query, key, value, log_decay, beta, documents, tokens_of.corrects)
 
 
 def forward(tokens_of: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -280,9 +285,9 @@ def _prepare(
     tl.store(rates + _C, of_state)
     tl.store(rates + 2 * _C, to_state)
     query_scale, key_scale = tl.full((_C,), 1.0, tl.float32), tl.full((_C,), 1.0, tl.float32)
+    products = tl.zeros((_C, _C), tl.float32)
     if CORRECTS:
         of_query, of_key = tl.zeros((_C,), tl.float32), tl.zeros((_C,), tl.float32)
-        products = tl.zeros((_C, _C), tl.float32)
         for first in range(0, KEY, PART):
             query, key = _queries(x, row, head, start, first, PART), _keys(x, row, head, start, first, PART)
             of_query += tl.sum(query * query, 1)
