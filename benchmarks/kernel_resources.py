@@ -39,7 +39,7 @@ SHAPES = (
     "olmo2_7b",
     "mistral_7b",
 )
-MIXTURES, ATTENTION = "mixtures of experts", "attention"
+MIXTURES, ATTENTION, RECURRENT = "mixtures of experts", "attention", "recurrent layers"
 SETTINGS = (
     "model.random_init=true",
     "data.source=not-read.jsonl",
@@ -178,6 +178,42 @@ def attention_kernels(capability: int) -> list[Kernel]:
     return [Kernel(kernel.src, {name: getattr(kernel.metadata, name) for name in options}) for kernel in launched]
 
 
+def recurrent_kernels() -> list[Kernel]:
+    """Return the kernels of recurrent layers for the delta rule of Qwen3.5, for Mamba-2 with heads of 80 and of 64
+    features and keys of 128 and of 256, with documents; for convolutions of 4 taps; and to decode a token."""
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    from lean_ft.models.state.convolution import causal_convolution, causal_convolution_backward
+    from lean_ft.models.state.decoding import Rates, Token, convolution_step, gated_norm, recurrent_step
+    from lean_ft.models.state.linear_attention import linear_attention, linear_attention_backward
+
+    launched: list[Any] = []
+    run, num_tokens = JITFunction.run, 1024
+    bounds = torch.tensor([0, 100, num_tokens], dtype=torch.int32, device="cuda")
+    with mock.patch.object(JITFunction, "run", lambda *args, **kwargs: launched.append(run(*args, **kwargs))):
+        for key_heads, heads, key_dim, value_dim in ((16, 32, 128, 128), (8, 128, 128, 80), (1, 24, 256, 64)):
+            key, value = (
+                torch.zeros(1, num_tokens, *size, device="cuda").bfloat16()
+                for size in ((key_heads, key_dim), (heads, value_dim))
+            )
+            decay, corrects = torch.zeros(1, num_tokens, heads, device="cuda"), value_dim == 128
+            _, states = linear_attention(key, key, value, decay, decay, bounds, None, corrects)
+            linear_attention_backward(value, key, key, value, decay, decay, bounds, states, corrects)
+        x, weight = value[0].flatten(1)[None], torch.zeros(heads * value_dim, 4, device="cuda").bfloat16()
+        causal_convolution(x, weight, weight[:, 0], bounds, "silu")
+        causal_convolution_backward(x, x, weight, weight[:, 0], bounds, "silu")
+        token, rates = (
+            Token(key[:, :1], key[:, :1], value[:, :1], decay[:, :1], decay[:, :1]),
+            Rates(decay[0, 0], decay[0, 0]),
+        )
+        recurrent_step(token, rates, states[0], corrects=True)
+        convolution_step(x[:, :1], x[:, :3], weight, None, "silu")
+        gated_norm(x[:, :1], x[:, :1], weight[:, 0], 1e-6, 1, True)
+    options = ("num_warps", "num_stages")
+    return [Kernel(kernel.src, {name: getattr(kernel.metadata, name) for name in options}) for kernel in launched]
+
+
 def resources(kernels: list[Kernel], capability: int) -> Iterator[dict[str, Any]]:
     """Yield what each kernel takes on an architecture: registers, spilled bytes, shared memory, occupancy."""
     import triton
@@ -218,11 +254,12 @@ def occupancy_of(limits: Limits, registers: int, warps: int, shared_bytes: int) 
 
 
 def measure_shapes(shapes: list[str]) -> list[dict[str, Any]]:
-    """One row per shape and architecture: the worst of its kernels."""
+    """One row per shape, or other group of kernels, and architecture: the worst of its kernels."""
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     rows = []
-    for shape in (*shapes, MIXTURES, ATTENTION):
-        kernels = [] if shape == ATTENTION else mixture_kernels() if shape == MIXTURES else training_kernels(shape)
+    others = {ATTENTION: list[Kernel], MIXTURES: mixture_kernels, RECURRENT: recurrent_kernels}
+    for shape in shapes:
+        kernels = others[shape]() if shape in others else training_kernels(shape)
         for capability in LIMITS:
             kernels = attention_kernels(capability) if shape == ATTENTION else kernels
             found = list(resources(kernels, capability))
@@ -258,12 +295,16 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Names of shapes, comma-separated.")] = ",".join(SHAPES),
+    only: Annotated[
+        str, typer.Option(help="Groups of kernels, comma-separated. The others keep their rows.")
+    ] = ",".join((*SHAPES, MIXTURES, ATTENTION, RECURRENT)),
     results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
 ) -> None:
     """Report what the kernels take on each architecture."""
     hardware = describe_hardware("cpu")
-    rows = measure_shapes(only.split(","))
+    chosen, earlier = only.split(","), results_dir / f"kernel_resources_{hardware.slug}.json"
+    kept = json.loads(earlier.read_text())["rows"] if earlier.exists() else []
+    rows = [row for row in kept if row["shape"] not in chosen] + measure_shapes(chosen)
     path = write_result(
         "kernel_resources",
         benchmark="kernel_resources",

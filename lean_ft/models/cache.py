@@ -63,6 +63,11 @@ class StateCache:
         self.inputs[: len(x)] = last
         return x
 
+    def state_of(self, x: Tensor) -> Tensor:
+        """The states of the rows of x (B, ...)."""
+        assert self.state is not None
+        return self.state[: len(x)]
+
     def is_padding(self, num_tokens: int) -> Tensor | None:
         """Which of the new tokens are padding, (B, T); None if there is no padding."""
         lengths = self.owner.new_lengths

@@ -34,7 +34,7 @@ from lean_ft.system.whole_files import read_json, write_json
 
 _FORMAT = 1
 _MOST_PLANS = 500  # of about 20 KiB each; the oldest are deleted
-_OPTIONAL = ("bitsandbytes", "fla", "torchao")  # packages whose kernels a step may use
+_OPTIONAL = ("bitsandbytes", "torchao")  # packages whose kernels a step may use
 
 
 def known_or_new(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "bitsandbytes", "torchao", "safetensors", "tokenizers", "transformers", "pydantic", "numpy")
 _EXTRAS = ("matplotlib", "datasets", "gguf", "zstandard", "tensorboard", "wandb", "mlflow-skinny", "lm_eval")
-_EXTRAS += ("flash-linear-attention", "causal-conv1d")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _VARIABLES = (
     *CUDA_ALLOCATOR_VARIABLES,

@@ -26,6 +26,11 @@ from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_row
 from lean_ft.models.frozen_weight import _expand_stepwise
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.mix import ExpertFormula, activation, activation_gradient
+from lean_ft.models.state.chunks import Tokens
+from lean_ft.models.state.convolution import _in_blocks, _in_blocks_backward, causal_convolution
+from lean_ft.models.state.decoding import Rates, Token
+from lean_ft.models.state.linear_attention import _by_chunks, _by_chunks_backward, linear_attention
+from lean_ft.models.state.state_mixer import log_decay_of
 
 # Operations whose result shape depends on values, or whose host code reads values. Their host code does not run,
 # because an empty kernel has not written the values.
@@ -75,6 +80,7 @@ def install() -> None:
 
     from lean_ft.models import expand_kernel, expert_kernels, grouped_kernels  # these import Triton
     from lean_ft.models.attention import flash_kernels
+    from lean_ft.models.state import convolution_kernels, decoding_kernels, linear_attention_kernels
 
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
@@ -101,13 +107,20 @@ def install() -> None:
     expert_kernels.sum_rows = partial(_summed, expert_kernels.sum_rows)
     expand_kernel.expand = partial(_expanded, expand_kernel.expand)
     expert_kernels.activate = partial(_expert_activation, expert_kernels.activate)
-    for name, values in (
-        ("attend", _attend),
-        ("attend_backward", _attend_backward),
-        ("join_sinks", _join_sinks),
-        ("sink_gradients", _sink_gradients),
+    for kernels, name, values in (
+        (flash_kernels, "attend", _attend),
+        (flash_kernels, "attend_backward", _attend_backward),
+        (flash_kernels, "join_sinks", _join_sinks),
+        (flash_kernels, "sink_gradients", _sink_gradients),
+        (linear_attention_kernels, "forward", _by_chunks),
+        (linear_attention_kernels, "backward", _linear_attention_backward),
+        (convolution_kernels, "convolve", lambda *args: (_in_blocks(*args, block=128),)),
+        (convolution_kernels, "convolve_backward", partial(_in_blocks_backward, block=128)),
+        (decoding_kernels, "convolve", _convolution_step),
+        (decoding_kernels, "step", _recurrent_step),
+        (decoding_kernels, "gated_norm", _gated_norm),
     ):
-        setattr(flash_kernels, name, partial(_with_reference, getattr(flash_kernels, name), values))
+        setattr(kernels, name, partial(_with_reference, getattr(kernels, name), values))
 
     import bitsandbytes  # noqa: F401
 
@@ -537,6 +550,41 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> tuple[T
 
 def _attend_backward(grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
     return attend_rows_backward(grad, *inputs)
+
+
+def _linear_attention_backward(tokens_of: Tokens, kept: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    grads = tuple(torch.empty_like(x) for x in tokens_of[:5])
+    _by_chunks_backward(tokens_of, kept, grad, grads)
+    return grads
+
+
+def _convolution_step(
+    x: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, ...]:
+    seen = torch.cat((inputs, x), 1)
+    inputs.copy_(seen[:, 1:])
+    return (causal_convolution(seen, weight, bias, None, activation)[:, -1:],)
+
+
+def _recurrent_step(token: Token, rates: Rates, state: Tensor, corrects: bool) -> tuple[Tensor, ...]:
+    query, key, value, step, share = token
+    step = torch.nn.functional.softplus(step.float() + rates.bias).clamp(rates.lowest, rates.highest)
+    share = share.sigmoid() if corrects else step
+    read, states = linear_attention(query, key, value, log_decay_of(rates.log, step), share, None, state, corrects)
+    state.copy_(states[-1])
+    return (read if rates.skip is None else (read + value.float() * rates.skip[:, None]).to(read.dtype),)
+
+
+def _gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, num_groups: int, gates_first: bool
+) -> tuple[Tensor, ...]:
+    opening, values = torch.nn.functional.silu(gate.float()), x.float()
+    values = values * opening if gates_first else values
+    if weight is not None:
+        groups = values.unflatten(-1, (num_groups, -1))
+        groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+        values = (groups * weight.view(-1, groups.shape[-1])).flatten(-2).to(x.dtype)
+    return (values if gates_first else values * opening,)
 
 
 def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:

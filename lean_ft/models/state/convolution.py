@@ -1,8 +1,8 @@
 """A short causal convolution of each channel within each document, and the mixer made of one.
 
 A token's result is the weighted sum of its own input and a few inputs before it; inputs before its document count as
-zero. The custom op computes in float32 and in blocks of tokens, keeps its input, and recomputes the sum in backward. On
-CUDA it uses causal-conv1d if that is installed and supports the arguments.
+zero. The custom op computes in float32, keeps its input, and recomputes the sum in backward: on a GPU by Triton kernels
+(`convolution_kernels`), elsewhere in blocks of tokens.
 
 Source: Amini et al. 2025, LFM2 technical report (arXiv:2511.23404) for the mixer; the convolution is Mamba's.
 
@@ -10,7 +10,8 @@ Shapes: B rows, T tokens of a row, C channels, W taps of a channel.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,15 @@ from torch.utils.flop_counter import register_flop_formula
 from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, ShortConvolutionConfig
 from lean_ft.models.layers import ACTIVATIONS, wide_dtype
-from lean_ft.models.state.linear_attention import chunks, document_numbers, gradients_of, has_kernels, recurrent_cost
+from lean_ft.models.state.chunks import chunks, document_numbers
+from lean_ft.models.state.decoding import convolution_step, decodes
+from lean_ft.models.state.forms import has_convolution, slow, why_no_convolution
 from lean_ft.models.state.state_mixer import StateMixer
 from lean_ft.system.autograd import AutogradContext
-from lean_ft.system.costs import register_cost
+from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
 
-_BLOCK = 128  # tokens of a row at a time
+_BLOCK = 128  # tokens of a row at a time on a CPU, whose cache holds them
+_GPU_BLOCK = 2048  # on a GPU without the kernels, so that few operations are launched
 
 
 @torch.library.custom_op("lean_ft::causal_convolution", mutates_args=())
@@ -36,10 +40,19 @@ def causal_convolution(
     cu_seqlens (documents + 1,): boundaries of documents in a single row; None if each row is a document.
     """
     documents = document_numbers(cu_seqlens, x.shape[1])
-    if (kernel := _kernel(x, weight, activation)) is not None:
-        return kernel(x, weight, bias, documents)
+    if has_convolution(x, weight.shape[1], activation):
+        from lean_ft.models.state import convolution_kernels
+
+        return convolution_kernels.convolve(x, weight, bias, documents, activation)
+    return _in_blocks(x, weight, bias, documents, activation, block=_GPU_BLOCK if x.is_cuda else _BLOCK)
+
+
+def _in_blocks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, activation: str | None, *, block: int
+) -> Tensor:
+    """The result of `causal_convolution`, this many tokens at a time."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for tokens in chunks(0, x.shape[1], _BLOCK):
+    for tokens in chunks(0, x.shape[1], block):
         total = _summed(x, weight, bias, documents, tokens)
         out[:, tokens] = total if activation is None else ACTIVATIONS[activation].value(total)
     return out
@@ -61,14 +74,29 @@ def causal_convolution_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias (empty without a bias)."""
     documents = document_numbers(cu_seqlens, x.shape[1])
-    if (kernel := _kernel(x, weight, activation)) is not None:
-        tensors = [x, weight] if bias is None else [x, weight, bias]
-        grads = gradients_of(lambda x, weight, bias=None: kernel(x, weight, bias, documents), tensors, grad)
-        return (*grads, x.new_empty(0))[:3]  # type: ignore[return-value]
+    if has_convolution(x, weight.shape[1], activation):
+        from lean_ft.models.state import convolution_kernels
+
+        return convolution_kernels.convolve_backward(grad, x, weight, bias, documents, activation)
+    block = _GPU_BLOCK if x.is_cuda else _BLOCK
+    return _in_blocks_backward(grad, x, weight, bias, documents, activation, block=block)
+
+
+def _in_blocks_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents: Tensor | None,
+    activation: str | None,
+    *,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of `causal_convolution_backward`, this many tokens at a time."""
     grad_x, wide = torch.empty_like(x, memory_format=torch.contiguous_format), wide_dtype(x)
     grad_weight, grad_bias = (x.new_zeros(shape, dtype=wide) for shape in (weight.shape, weight.shape[:1]))
     num_taps = weight.shape[1]
-    for tokens in chunks(0, x.shape[1], _BLOCK):
+    for tokens in chunks(0, x.shape[1], block):
         # A token also counts in the sums of the next tokens.
         reach = slice(tokens.start, min(tokens.stop + num_taps - 1, x.shape[1]))
         grad_sum = grad[:, reach].to(wide)
@@ -105,8 +133,40 @@ def _num_flops_backward(
     return 6 * math.prod(x_shape) * weight_shape[1]
 
 
-register_cost(torch.ops.lean_ft.causal_convolution, recurrent_cost(causal_convolution))
-register_cost(torch.ops.lean_ft.causal_convolution_backward, recurrent_cost(causal_convolution_backward))
+_NUMBERING = 2  # launches that find each token's document
+
+
+def _launched(
+    capability: tuple[int, int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu: Tensor | None,
+    activation: str | None,
+) -> Launched | SlowPath:
+    if why := why_no_convolution(x, weight.shape[1], activation, compiles=True):
+        documents = document_numbers(cu, x.shape[1])
+        return SlowPath(partial(_in_blocks, x, weight, bias, documents, activation, block=_GPU_BLOCK), slow(why))
+    return Launched(1 + _NUMBERING * (cu is not None))
+
+
+def _launched_backward(
+    capability: tuple[int, int],
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu: Tensor | None,
+    activation: str | None,
+) -> Launched | SlowPath:
+    if why := why_no_convolution(x, weight.shape[1], activation, compiles=True):
+        arguments = grad, x, weight, bias, document_numbers(cu, x.shape[1]), activation
+        return SlowPath(partial(_in_blocks_backward, *arguments, block=_GPU_BLOCK), slow(why))
+    return Launched(2 + _NUMBERING * (cu is not None), repeated_bytes=x.nbytes + grad.nbytes)  # both kernels read them
+
+
+register_cost(torch.ops.lean_ft.causal_convolution, Cost(_launched))
+register_cost(torch.ops.lean_ft.causal_convolution_backward, Cost(_launched_backward))
 
 
 class _ConvolutionContext(AutogradContext[Tensor, Tensor, Tensor | None, Tensor | None]):  # x, weight, bias, cu_seqlens
@@ -129,22 +189,6 @@ def _backward(ctx: _ConvolutionContext, grad: Tensor) -> tuple[Tensor | None, ..
 
 
 causal_convolution.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def _kernel(x: Tensor, weight: Tensor, activation: str | None) -> Callable[..., Tensor] | None:
-    """causal-conv1d's kernel, or None if it does not support these arguments."""
-    if not x.is_cuda or x.dtype != weight.dtype or activation not in (None, "silu") or not 2 <= weight.shape[1] <= 4:
-        return None
-    if x.shape[2] % 8 or not has_kernels():
-        return None
-    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
-
-    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
-        numbers = None if documents is None else documents.int()
-        out = causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx=numbers, activation=activation)
-        return out.transpose(1, 2).contiguous()
-
-    return kernel
 
 
 def _summed(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, tokens: slice) -> Tensor:
@@ -180,6 +224,9 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, cu_seqlens: Tensor | None, cache: StateCache | None) -> Tensor:
         """Convolve x (B, T, C), or (1, N, C) with documents `cu_seqlens`; returns the same shape."""
         num_new = x.shape[1]
+        if cache is not None and self.activation in (None, "silu") and decodes(x, cache):
+            inputs = cache.inputs[: len(x)]
+            return convolution_step(x, inputs, self.weight[:, 0], self.bias, self.activation)
         if cache is not None:
             x = cache.behind_inputs(x)
         return causal_convolution(x, self.weight[:, 0], self.bias, cu_seqlens, self.activation)[:, -num_new:]

@@ -13,6 +13,7 @@ from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, DeltaRuleConfig
 from lean_ft.models.layers import RMSNorm, gated, wide
 from lean_ft.models.state.convolution import Convolution
+from lean_ft.models.state.decoding import Rates, Token, decodes, gated_norm, recurrent_step
 from lean_ft.models.state.state_mixer import Recurrence, StateMixer, log_decay_of, read_state
 
 
@@ -50,6 +51,11 @@ class GatedDeltaRule(StateMixer):
         query, key, value = mixed.split((self.key_size, self.key_size, self.value_size), -1)
         query, key = (part.unflatten(-1, (-1, self.config.key_dim)) for part in (query, key))
         value = value.unflatten(-1, (-1, self.config.value_dim))
+        if cache is not None and decodes(x, cache):
+            token, rates = Token(query, key, value, step, beta), Rates(self.A_log, self.dt_bias)
+            read = recurrent_step(token, rates, cache.state_of(x), corrects=True).flatten(-2)
+            norm, num_heads = self.norm, self.config.num_heads
+            return self.out_proj(gated_norm(read, gate, norm.weight, norm.eps, num_heads, gates_first=False))
         log_decay = log_decay_of(self.A_log, F.softplus(wide(step) + self.dt_bias))
         inputs = Recurrence(query, key, value, log_decay, beta.sigmoid())
         read = read_state(inputs, cu_seqlens, cache, corrects=True)

@@ -3,45 +3,39 @@
 Each head has a state S, a matrix from keys to values. With the delta rule, a token decays the state, writes under its
 key the part of its value that the state does not predict, and reads under its query: S_t = exp(g_t) S_{t-1} + k_t^T
 beta_t (v_t - k_t exp(g_t) S_{t-1}), o_t = q_t S_t, with queries and keys scaled to length 1. Mamba-2 has no correction
-and no scaling: S_t = exp(g_t) S_{t-1} + k_t^T beta_t v_t. Within a chunk, tokens interact through one product of
-queries with keys; earlier tokens count through the state. The corrections, each of which depends on those before, are
-the solution of one triangular system.
+and no scaling: S_t = exp(g_t) S_{t-1} + k_t^T beta_t v_t.
 
 A document starts with an empty state. Decays from earlier documents are masked to zero, so no shape depends on the
 boundaries and no document's numbers affect another's.
 
-The hand-written backward pass goes through the chunks in reverse. It keeps the arguments and the state before every
-eighth chunk, and recomputes the states in between, so its working memory does not depend on the length. The op is
-opaque to torch.compile. On CUDA in 16 bits flash-linear-attention computes the delta rule if it is installed.
+The tokens are processed in segments of chunks. A GPU computes all chunks of a segment at once, by Triton kernels
+(`linear_attention_kernels`), or by PyTorch operations where these cannot run. A CPU goes chunk by chunk, which is twice
+as fast there. The hand-written backward pass goes through the segments in reverse. It keeps the arguments and the state
+before each segment, and computes the states in between again, so its working memory does not depend on the length. The
+op is opaque to torch.compile.
 
 Source: Yang et al. 2024, Gated Delta Networks (arXiv:2412.06464), in chunks as Yang et al. 2024 (arXiv:2406.06484); Dao
-and Gu 2024, Mamba-2 (arXiv:2405.21060). The backward pass is our own. Left out: kernels of Mamba-2.
+and Gu 2024, Mamba-2 (arXiv:2405.21060). The backward pass is our own.
 
 Shapes: B rows, T tokens of a row, G heads of queries and keys, H heads of values (H / G consecutive heads share a query
-and key), K and V features of a head, C tokens of a chunk, S segments of chunks.
+and key), K and V features of a head, S segments of chunks.
 """
 
-import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.models.layers import wide_dtype
+from lean_ft.models.state.chunks import CHUNK, SEGMENT, Chunk, Tokens, chunks, document_numbers
+from lean_ft.models.state.forms import choose_form, form_of, slow
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
-from lean_ft.system.installation import install_command
-from lean_ft.system.log import say
-from lean_ft.torch_private import python_function
 
-CHUNK = 64
-SEGMENT = 8 * CHUNK  # tokens between two stored states
-_solve = partial(torch.linalg.solve_triangular, unitriangular=True)
-_LENGTH_EPS = 1e-6  # added to the squared length of queries and keys, as in flash-linear-attention
+_AT_ONCE = 2  # segments, in PyTorch operations on a GPU, so that few are launched
 
 
 @torch.library.custom_op("lean_ft::linear_attention", mutates_args=())
@@ -64,24 +58,47 @@ def linear_attention(
         state: (B, H, K, V), the state before the first token; None for zeros.
         corrects: True for the delta rule, False for Mamba-2.
     """
-    if corrects and (kernel := delta_rule_kernel(value)) is not None:
-        query, key = (_for_each_head(x, value) for x in (query, key))
-        out, last = kernel(query, key, value, log_decay, beta, cu_seqlens, state)
-        states = _room_for_states(key, value)
-        if cu_seqlens is None:
-            states[-1] = last
-        return out, states
-    tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
-    out, states = torch.empty_like(value, memory_format=torch.contiguous_format), []
-    state = tokens_of.empty_state() if state is None else state
+    documents = document_numbers(cu_seqlens, query.shape[1])
+    tokens_of = Tokens(query, key, value, log_decay, beta, documents, corrects)
+    form = form_of(key, value)
+    if form == "kernels":
+        from lean_ft.models.state import linear_attention_kernels
+
+        return linear_attention_kernels.forward(tokens_of, state)
     with torch.autocast(query.device.type, enabled=False):
-        for tokens in chunks(0, query.shape[1], CHUNK):
-            if tokens.start % SEGMENT == 0:
-                states.append(state)
-            chunk = _Chunk(tokens_of, tokens, state)
-            out[:, tokens] = chunk.read().transpose(1, 2)
-            state = chunk.next_state()
+        return (_by_segments if form == "segments" else _by_chunks)(tokens_of, state)
+
+
+def _by_chunks(tokens_of: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The results of `linear_attention`, chunk by chunk."""
+    out, states = torch.empty_like(tokens_of.value, memory_format=torch.contiguous_format), []
+    state = tokens_of.empty_state() if state is None else state
+    for tokens in chunks(0, out.shape[1], CHUNK):
+        if tokens.start % SEGMENT == 0:
+            states.append(state)
+        chunk = Chunk(tokens_of.chunk(tokens), tokens_of.group, tokens_of.corrects).follow(state)
+        out[:, tokens] = chunk.read().transpose(1, 2)
+        state = chunk.next_state()
     return out, torch.stack([*states, state])
+
+
+def _by_segments(tokens_of: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The results of `linear_attention`, all chunks of two segments at once but for the scan over their states."""
+    out, states = torch.empty_like(tokens_of.value, memory_format=torch.contiguous_format), []
+    state = tokens_of.empty_state() if state is None else state
+    for tokens in chunks(0, out.shape[1], _AT_ONCE * SEGMENT):
+        segment, before = _segment(tokens_of, tokens, state)
+        states += [each.view_as(state) for each in before[: -1 : SEGMENT // CHUNK]]
+        out[:, tokens] = tokens_of.joined(segment.read(), tokens)
+        state = before[-1].view_as(state)
+    return out, torch.stack([*states, state])
+
+
+def _segment(tokens_of: Tokens, tokens: slice, state: Tensor) -> tuple[Chunk, list[Tensor]]:
+    """All chunks of consecutive tokens that follow a state, and the states before each and after the last."""
+    segment = Chunk(tokens_of.all_chunks(tokens), tokens_of.group, tokens_of.corrects)
+    states = segment.states_from(state)
+    return segment.follow(torch.stack(states[:-1], 1).unflatten(0, state.shape[:2])), states
 
 
 @linear_attention.register_fake
@@ -120,29 +137,52 @@ def linear_attention_backward(
     corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value, log_decay and beta from that of the output."""
-    if corrects and (kernel := delta_rule_kernel(value)) is not None:
-        arguments = [_for_each_head(query, value), _for_each_head(key, value), value, log_decay, beta]
-        grads = gradients_of(lambda *leaves: kernel(*leaves, cu_seqlens, None)[0], arguments, grad_out)
-        return *(grad.unflatten(2, (key.shape[2], -1)).sum(3) for grad in grads[:2]), *grads[2:]  # type: ignore[return-value]
-    tokens_of = _Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
-    differentiable = (query, key, value, log_decay, beta)
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in differentiable)
-    num_tokens, grad_state = query.shape[1], tokens_of.empty_state()
+    documents = document_numbers(cu_seqlens, query.shape[1])
+    tokens_of = Tokens(query, key, value, log_decay, beta, documents, corrects)
+    form = form_of(key, value)
+    if form == "kernels":
+        from lean_ft.models.state import linear_attention_kernels
+
+        return linear_attention_kernels.backward(tokens_of, states, grad_out)
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens_of[:5])
     with torch.autocast(query.device.type, enabled=False):
-        for start in reversed(range(0, num_tokens, SEGMENT)):
-            state, before = states[start // SEGMENT], []
-            segment = list(chunks(start, min(start + SEGMENT, num_tokens), CHUNK))
-            for tokens in segment:
-                before.append(state)
-                if tokens != segment[-1]:
-                    state = _Chunk(tokens_of, tokens, state).next_state()
-            while segment:
-                tokens = segment.pop()
-                chunk = _Chunk(tokens_of, tokens, before.pop())
-                grad_state, of_chunk = chunk.backward(tokens_of.of(grad_out, tokens), grad_state)
-                for grad, part in zip(grads, of_chunk, strict=True):
-                    grad[:, tokens] = part.transpose(1, 2)
+        (_by_segments_backward if form == "segments" else _by_chunks_backward)(tokens_of, states, grad_out, grads)
     return grads  # type: ignore[return-value]
+
+
+def _by_chunks_backward(tokens_of: Tokens, states: Tensor, grad_out: Tensor, grads: tuple[Tensor, ...]) -> None:
+    """Fill the gradients of queries, keys, values, log decays and betas, from the last chunk to the first."""
+    num_tokens, grad_state = grad_out.shape[1], tokens_of.empty_state()
+
+    def chunk_of(tokens: slice) -> Chunk:
+        return Chunk(tokens_of.chunk(tokens), tokens_of.group, tokens_of.corrects)
+
+    for start in reversed(range(0, num_tokens, SEGMENT)):
+        state, before = states[start // SEGMENT], []
+        segment = list(chunks(start, min(start + SEGMENT, num_tokens), CHUNK))
+        for tokens in segment:
+            before.append(state)
+            if tokens != segment[-1]:
+                state = chunk_of(tokens).follow(state).next_state()
+        while segment:
+            tokens = segment.pop()
+            chunk = chunk_of(tokens).follow(before.pop())
+            grad_state, of_chunk = chunk.backward(tokens_of.of(grad_out, tokens), grad_state)
+            for grad, part in zip(grads, of_chunk, strict=True):
+                grad[:, tokens] = part.transpose(1, 2)
+
+
+def _by_segments_backward(tokens_of: Tokens, states: Tensor, grad_out: Tensor, grads: tuple[Tensor, ...]) -> None:
+    """As `_by_chunks_backward`, all chunks of two segments at once but for the scans over states and gradients."""
+    grad_after = tokens_of.empty_state().flatten(0, 1)
+    for tokens in reversed(list(chunks(0, grad_out.shape[1], _AT_ONCE * SEGMENT))):
+        segment, _ = _segment(tokens_of, tokens, states[tokens.start // SEGMENT])
+        grad = tokens_of.chunks_of(grad_out, tokens)
+        grad_after, *grads_after = segment.state_gradients(grad, grad_after)
+        after = torch.stack(grads_after, 1).unflatten(0, grad.shape[:2])
+        _, of_segment = segment.backward(grad, after)
+        for of_argument, part in zip(grads, of_segment, strict=True):
+            of_argument[:, tokens] = tokens_of.joined(part, tokens)
 
 
 @linear_attention_backward.register_fake
@@ -168,20 +208,58 @@ def _num_flops_backward(
     return _products(key_shape, value_shape, (14, 9, 18) if corrects else (8, 4, 10))
 
 
-def recurrent_cost(operator: Any, *, is_attention: bool = False) -> Cost:
-    """The cost of an operator of a recurrent layer: plain operations without the CUDA kernels."""
-
-    def on_gpu(capability: tuple[int, int], *args: Any) -> Launched | SlowPath:
-        if has_kernels() and args[-1] is not False:  # without corrections there is no kernel
-            return Launched()
-        why = f"recurrent layers run without their CUDA kernels (slow). Run {install_command('hybrid')}"
-        return SlowPath(partial(python_function(operator), *args), why)
-
-    return Cost(on_gpu, is_attention=is_attention)
+def _room_for_states(key: Tensor, value: Tensor) -> Tensor:
+    num_rows, num_tokens, num_heads, size = value.shape
+    shape = -(-num_tokens // SEGMENT) + 1, num_rows, num_heads, key.shape[-1], size
+    return value.new_empty(shape, dtype=wide_dtype(value))
 
 
-register_cost(torch.ops.lean_ft.linear_attention, recurrent_cost(linear_attention, is_attention=True))
-register_cost(torch.ops.lean_ft.linear_attention_backward, recurrent_cost(linear_attention_backward, is_attention=True))
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]  # of `linear_attention`
+_BackwardInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, bool]
+
+
+def _launched(capability: tuple[int, int], *inputs: *_Inputs) -> Launched | SlowPath:
+    query, key, value, log_decay, beta, cu_seqlens, state, *given = inputs
+    corrects = False not in given  # a call without it does not pass the default
+    form, why = choose_form(key, value, capability, compiles=True)
+    if form != "kernels":
+        tokens_of = Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
+        return SlowPath(partial(_by_segments, tokens_of, state), slow(why))
+    num_segments, scratch = _scratch(key, value, corrects)
+    # Two kernels read the keys again, and each part of a state's columns does.
+    again = 4 * value[..., 0].numel() * key.shape[-1] * (1 + value.shape[-1] // 32) // 2
+    return Launched(1 + num_segments * 3 + 2 * (cu_seqlens is not None), [4 * scratch], again)
+
+
+def _launched_backward(capability: tuple[int, int], *inputs: *_BackwardInputs) -> Launched | SlowPath:
+    grad_out, query, key, value, log_decay, beta, cu_seqlens, states, corrects = inputs
+    form, why = choose_form(key, value, capability, compiles=True)
+    if form != "kernels":
+        tokens_of = Tokens(query, key, value, log_decay, beta, document_numbers(cu_seqlens, query.shape[1]), corrects)
+        grads = tuple(torch.empty_like(x) for x in tokens_of[:5])
+        return SlowPath(partial(_by_segments_backward, tokens_of, states, grad_out, grads), slow(why))
+    num_segments, scratch = _scratch(key, value, corrects, backward=True)
+    is_grouped, per_token = key.shape[2] < value.shape[2], 4 * value[..., 0].numel()  # bytes of float32 per head
+    of_heads = per_token * key.shape[-1] * is_grouped  # gradients before their sum
+    number = 1 + num_segments * (8 + corrects) + 4 * is_grouped + 2 * (cu_seqlens is not None)
+    again = per_token * (key.shape[-1] * (6 + value.shape[-1] // 16) + 4 * value.shape[-1]) // 2
+    return Launched(number, [4 * scratch, of_heads, of_heads], again)
+
+
+def _scratch(key: Tensor, value: Tensor, corrects: bool, *, backward: bool = False) -> tuple[int, int]:
+    """The number of segments, and how many float32 numbers the kernels keep of one: per token and head, rates, states
+    and written values and inverses of the corrections; backward also their gradients."""
+    num_tokens, key_dim, value_dim = value.shape[1], key.shape[-1], value.shape[-1]
+    of_state = key_dim * value_dim // CHUNK
+    numbers = 5 + of_state + corrects * (CHUNK + value_dim)
+    if backward:
+        numbers += 10 + of_state + value_dim + CHUNK * (1 + corrects)
+    tokens = -(-min(num_tokens, SEGMENT) // CHUNK) * CHUNK
+    return -(-num_tokens // SEGMENT), value.shape[0] * value.shape[2] * tokens * numbers
+
+
+register_cost(torch.ops.lean_ft.linear_attention, Cost(_launched, is_attention=True))
+register_cost(torch.ops.lean_ft.linear_attention_backward, Cost(_launched_backward, is_attention=True))
 
 
 class _RecurrenceContext(
@@ -189,9 +267,6 @@ class _RecurrenceContext(
     AutogradContext[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 ):
     corrects: bool
-
-
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]  # of `linear_attention`
 
 
 def _save_for_backward(ctx: _RecurrenceContext, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
@@ -205,200 +280,3 @@ def _backward(ctx: _RecurrenceContext, grad_out: Tensor, _: Tensor | None) -> tu
 
 
 linear_attention.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-class _Tokens(NamedTuple):
-    """The arguments of a call, from which chunks take their tokens."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    beta: Tensor
-    documents: Tensor | None
-    corrects: bool
-
-    @property
-    def group(self) -> int:
-        """Number of heads of values that share a query and key."""
-        return self.value.shape[2] // self.key.shape[2]
-
-    def of(self, x: Tensor, tokens: slice) -> Tensor:
-        """The tokens' part (B, H, C, ...) of x (B, T, G or H, ...), in float32 or wider."""
-        x = x[:, tokens].transpose(1, 2).to(wide_dtype(self.value))
-        return x if x.shape[1] == self.value.shape[2] else x.repeat_interleave(self.group, 1)
-
-    def empty_state(self) -> Tensor:
-        num_rows, _, num_heads, size = self.value.shape
-        return self.value.new_zeros(num_rows, num_heads, self.key.shape[-1], size, dtype=wide_dtype(self.value))
-
-
-class _Chunk:
-    """Consecutive tokens and the state before them; all tensors are (B, H, C, ...)."""
-
-    def __init__(self, arguments: _Tokens, tokens: slice, state: Tensor) -> None:
-        self.state, self.group, self.corrects = state, arguments.group, arguments.corrects
-        query, key, value = (arguments.of(x, tokens) for x in (arguments.query, arguments.key, arguments.value))
-        log_decay = arguments.of(arguments.log_decay, tokens)  # (B, H, C)
-        sees = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
-        self.sees, continues = sees, None
-        if arguments.documents is not None:
-            documents = arguments.documents[:, None, tokens]  # (B or 1, 1, C)
-            self.sees = sees & (documents[..., None] == documents[..., None, :])
-            continues = documents == arguments.documents[:, None, max(tokens.start - 1, 0), None]
-        # Summed per document. Differences of a sum over all documents would depend on the others' rounding.
-        total = (log_decay[..., None, :] * self.sees).sum(-1)  # (B, H, C): since the start of the chunk or document
-        self.decay = (total[..., None] - total[..., None, :]).masked_fill(~self.sees, float("-inf")).exp()
-        self.of_state = (total.exp() if continues is None else total.exp() * continues)[..., None]  # (B, H, C, 1)
-        self.to_state = self.decay[..., -1, :, None]  # (B, H, C, 1)
-        self.beta, self.scale = arguments.of(arguments.beta, tokens)[..., None], query.shape[-1] ** -0.5
-        if self.corrects:
-            self.query_inverse, self.key_inverse = (_inverse_length(x) for x in (query, key))
-            query, key = query * (self.query_inverse * self.scale), key * self.key_inverse
-        self.query, self.key = query, key
-        self.scores = (query @ key.mT) * self.decay
-        if not self.corrects:
-            self.value, self.written = value, self.beta * value
-            return
-        self.from_before = key @ state
-        self.error = value - self.of_state * self.from_before
-        self.overlap = ((key @ key.mT) * self.decay).tril(-1)
-        self.system = self.beta * self.overlap  # with ones on the diagonal
-        self.written = _solve(self.system, self.beta * self.error, upper=False)
-
-    def read(self) -> Tensor:
-        """The output, (B, H, C, V)."""
-        return self.of_state * (self.query @ self.state) + self.scores @ self.written
-
-    def next_state(self) -> Tensor:
-        """The state after the chunk, (B, H, K, V)."""
-        return self.of_state[..., -1:, :] * self.state + (self.to_state * self.key).mT @ self.written
-
-    def backward(self, grad: Tensor, grad_next: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The gradients of the state before, and of (queries, keys, values, log decays, betas), from those of the
-        output (B, H, C, V) and of the state after."""
-        query, key, state = self.query, self.key, self.state
-        # Through the output and the next state
-        grad_scores = grad @ self.written.mT
-        grad_written = self.scores.mT @ grad + (self.to_state * key) @ grad_next
-        grad_state = self.of_state[..., -1:, :] * grad_next + (self.of_state * query).mT @ grad
-        from_state = grad @ state.mT
-        grad_query = self.of_state * from_state
-        by_state = self.written @ grad_next.mT
-        grad_key = self.to_state * by_state
-        grad_of_state = (query * from_state).sum(-1)  # (B, H, C)
-        grad_of_state[..., -1] += (grad_next * state).sum((-1, -2))
-        grad_decay = grad_scores * self.scores  # of the log decay
-        grad_decay[..., -1, :] += (key * by_state).sum(-1) * self.to_state[..., 0]
-        grad_scores *= self.decay
-        grad_query += grad_scores @ key
-        grad_key += grad_scores.mT @ query
-        # Through the written values
-        if not self.corrects:
-            grad_value, grad_beta = self.beta * grad_written, (grad_written * self.value).sum(-1)
-            return grad_state, self._of_tokens(grad_query, grad_key, grad_value, grad_decay, grad_of_state, grad_beta)
-        grad_written = _solve(self.system.mT, grad_written, upper=True)
-        grad_value = self.beta * grad_written
-        grad_beta = (grad_written * self.error).sum(-1)
-        grad_system = -(grad_written @ self.written.mT)
-        grad_beta += (grad_system * self.overlap).sum(-1)
-        grad_before = self.of_state * grad_value
-        grad_key -= grad_before @ state.mT
-        grad_state -= key.mT @ grad_before
-        grad_of_state -= (grad_value * self.from_before).sum(-1)
-        grad_decay += grad_system * self.system
-        grad_overlap = (self.beta * grad_system * self.decay).tril_(-1)
-        grad_key += (grad_overlap + grad_overlap.mT) @ key
-        grad_query = self.scale * _through_length(grad_query, query / self.scale, self.query_inverse)
-        grad_key = _through_length(grad_key, key, self.key_inverse)
-        return grad_state, self._of_tokens(grad_query, grad_key, grad_value, grad_decay, grad_of_state, grad_beta)
-
-    def _of_tokens(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, of_state: Tensor, beta: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The gradients of the tokens' arguments; `decay` is that of its logarithm."""
-        if self.group > 1:  # sum over the heads that share a query and key
-            query, key = (grad.unflatten(1, (-1, self.group)).sum(2) for grad in (query, key))
-        grad_total = decay.sum(-1) - decay.sum(-2) + of_state * self.of_state[..., 0]
-        return query, key, value, (grad_total[..., None] * self.sees).sum(-2), beta
-
-
-def chunks(start: int, end: int, size: int) -> Iterator[slice]:
-    """Slices of `size` from `start` to `end`; the last may be shorter."""
-    return (slice(first, min(first + size, end)) for first in range(start, end, size))
-
-
-def _inverse_length(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.square().sum(-1, keepdim=True) + _LENGTH_EPS)
-
-
-def _through_length(grad: Tensor, scaled: Tensor, inverse: Tensor) -> Tensor:
-    """The gradient of x from that of `scaled`, which is x * inverse."""
-    return inverse * (grad - scaled * (scaled * grad).sum(-1, keepdim=True))
-
-
-def _room_for_states(key: Tensor, value: Tensor) -> Tensor:
-    num_rows, num_tokens, num_heads, size = value.shape
-    shape = -(-num_tokens // SEGMENT) + 1, num_rows, num_heads, key.shape[-1], size
-    return value.new_empty(shape, dtype=wide_dtype(value))
-
-
-def document_numbers(cu_seqlens: Tensor | None, num_tokens: int) -> Tensor | None:
-    """The document's number for each token, (1, N); None without `cu_seqlens` (documents + 1,)."""
-    if cu_seqlens is None:
-        return None
-    indices = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return (torch.bucketize(indices, cu_seqlens, right=True) - 1)[None]
-
-
-def delta_rule_kernel(value: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """flash-linear-attention's delta rule for as many query heads as value heads; None if it cannot compute these
-    values."""
-    if not value.is_cuda or value.itemsize != 2 or not has_kernels():
-        return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
-
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        cu_seqlens: Tensor | None,
-        state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        return chunk_gated_delta_rule(
-            *(query, key, value),
-            g=log_decay,
-            beta=beta,
-            initial_state=state,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
-        )
-
-    return kernel
-
-
-def _for_each_head(x: Tensor, value: Tensor) -> Tensor:
-    return x.repeat_interleave(value.shape[2] // x.shape[2], 2)
-
-
-def gradients_of(kernel: Callable[..., Tensor], arguments: list[Any], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of a kernel's arguments inside a custom op, where autograd otherwise sees nothing."""
-    leaves = [x.detach().contiguous().requires_grad_() for x in arguments]
-    with torch.enable_grad():
-        out = kernel(*leaves)
-    return torch.autograd.grad(out, leaves, grad)
-
-
-@cache
-def has_kernels() -> bool:
-    """Whether flash-linear-attention and causal-conv1d are installed; logs a warning once if not."""
-    are_installed = all(importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d"))
-    if not are_installed:
-        say(
-            "WARNING",
-            f"recurrent layers are slow without their CUDA kernels. Run {install_command('hybrid')}",
-        )
-    return are_installed

@@ -17,6 +17,7 @@ from lean_ft.models.cache import StateCache
 from lean_ft.models.config import DecoderConfig, Mamba2Config
 from lean_ft.models.layers import RMSNorm, gated, in_dtype, wide
 from lean_ft.models.state.convolution import Convolution
+from lean_ft.models.state.decoding import Rates, Token, decodes, gated_norm, recurrent_step
 from lean_ft.models.state.state_mixer import Recurrence, StateMixer, log_decay_of, read_state
 from lean_ft.system.autograd import AutogradContext
 
@@ -52,6 +53,13 @@ class Mamba2(StateMixer):
             part.unflatten(-1, (heads, -1))
             for part, heads in ((value, config.num_heads), (key, config.num_key_heads), (query, config.num_key_heads))
         )
+        if cache is not None and decodes(x, cache):
+            token = Token(query, key, value, step, step)
+            rates = Rates(self.A_log, self.dt_bias, self.D, *config.step_limits)
+            read = recurrent_step(token, rates, cache.state_of(x), corrects=False).flatten(-2)
+            weight, eps = (None, 0.0) if config.norm is None else (self.norm.weight, self.norm.eps)
+            gates_first = config.norm == "after_gate"
+            return self.out_proj(gated_norm(read, gate, weight, eps, config.num_key_heads, gates_first))
         step = F.softplus(wide(step) + self.dt_bias).clamp(*config.step_limits)  # (B, T, H)
         inputs = Recurrence(query, key, value, log_decay_of(self.A_log, step), step)
         read = read_state(inputs, cu_seqlens, cache, corrects=False)

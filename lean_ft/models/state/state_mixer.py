@@ -49,8 +49,7 @@ def read_state(inputs: Recurrence, cu_seqlens: Tensor | None, cache: StateCache 
     query, key, value, log_decay, beta = inputs
     if cache is None:
         return linear_attention(query, key, value, log_decay, beta, cu_seqlens, None, corrects)[0]
-    assert cache.state is not None
-    state, is_padding = cache.state[: len(value)], cache.is_padding(value.shape[1])
+    state, is_padding = cache.state_of(value), cache.is_padding(value.shape[1])
     if is_padding is not None:  # padding neither decays the state nor writes to it
         log_decay, beta = (part.masked_fill(is_padding[..., None], 0.0) for part in (log_decay, beta))
     read, states = linear_attention(query, key, value, log_decay, beta, cu_seqlens, state, corrects)

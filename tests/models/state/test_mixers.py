@@ -12,9 +12,8 @@ from torch import Tensor
 from lean_ft.generation import Sampling, sample
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model
-from lean_ft.models.state import convolution, linear_attention
+from lean_ft.models.state import chunks, convolution, linear_attention
 from lean_ft.models.state.convolution import causal_convolution
-from lean_ft.models.state.linear_attention import gradients_of
 from lean_ft.models.state.linear_attention import linear_attention as by_chunks
 from lean_ft.settings import MemoryConfig
 
@@ -29,6 +28,7 @@ def _small_chunks(monkeypatch):
     """A few tokens then make several chunks and segments."""
     for module, name, size in (
         (linear_attention, "CHUNK", 4),
+        (chunks, "CHUNK", 4),
         (linear_attention, "SEGMENT", 8),
         (convolution, "_BLOCK", 5),
     ):
@@ -67,7 +67,9 @@ def by_tokens(
 
 @pytest.mark.parametrize("corrects", [True, False])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_chunks_equal_a_token_by_token_recurrence(is_packed, corrects):
+@pytest.mark.parametrize("form", ["chunks", "segments"])
+def test_both_forms_equal_a_token_by_token_recurrence(form, is_packed, corrects, monkeypatch):
+    monkeypatch.setattr(linear_attention, "form_of", lambda key, value: form)
     rows = 1 if is_packed else ROWS
     query, key = (numbers(rows, TOKENS, KEY_HEADS, KEY, seed=i) for i in (0, 1))
     value, step, beta = (numbers(rows, TOKENS, HEADS, *size, seed=i) for i, size in ((2, (VALUE,)), (3, ()), (4, ())))
@@ -112,29 +114,6 @@ def test_both_operators_pass_opcheck():
     torch.library.opcheck(torch.ops.lean_ft.linear_attention.default, arguments, test_utils=checks)
     arguments = (value.flatten(2), numbers(10, 3, seed=4), None, bounds, "silu")
     torch.library.opcheck(torch.ops.lean_ft.causal_convolution.default, arguments, test_utils=checks)
-
-
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
-
-
-@torch.library.custom_op("lean_ft_tests::gradient_of_square", mutates_args=())
-def gradient_of_square(x: Tensor, grad: Tensor) -> Tensor:
-    return gradients_of(_Square.apply, [x], grad)[0]
-
-
-def test_gradients_of_a_kernel_inside_an_op_and_inside_backward():
-    """The way in which flash-linear-attention, which needs a GPU, is called."""
-    x = numbers(4, seed=0)
-    x.register_hook(lambda grad: gradient_of_square(x.detach(), grad))
-    assert torch.equal(torch.autograd.grad(x.sum(), x)[0], 2 * x)
 
 
 CUTS = [0, 5, 13, 14, 27, 32]  # of a row of 32 tokens
