@@ -191,10 +191,10 @@ class LargestBatches:
         trace = self._world.trace
         with without_modes():
             largest = self._largest()
+            trace.time.longest_document = int(largest.inputs["positions"].max()) + 1
         num_own = -(-n * self._world.num_sharing // trace.machines.num_devices)
         with trace.memory.labelled(BATCH):
             batches = [largest.mapped(torch.zeros_like) for _ in range(min(num_own, 2))]
-        trace.time.longest_document = int(largest.inputs["positions"].max()) + 1
         self._world.num_tokens = n * batches[0].num_tokens
         self._world.in_batch = largest.counted
         return _Standing(batches, num_own, trace.time)
