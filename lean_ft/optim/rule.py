@@ -65,6 +65,8 @@ class Rule:
     # Whether a rank needs all rows of a matrix. If not, each rank updates its rows, and `ParameterState.sum` sums over
     # all of them.
     needs_whole_matrices = True
+    # Machine instructions per element of an update on a GPU; 0: its memory traffic takes longer.
+    instructions = 0
     # Number of neighboring elements that must be updated together; None: the whole parameter.
     updated_together: int | None = None
 
