@@ -5,12 +5,12 @@
     python benchmarks/gpu_presets.py --predict benchmarks/results/gpu_presets_nvidia-h200.json    # needs no GPU
 
 Each row of a batch is one document of the maximum length, as in a plan, so attention is at its largest. Models of
-several processes are made, planned and compiled side by side; their timed steps run one process at a time. Nothing is
-downloaded.
+several processes are made, planned and compiled side by side. When all have done so, their timed and profiled steps run
+one process at a time, with nothing beside them. Nothing is downloaded.
 
 `--predict` keeps the measured numbers of a result and plans its presets again for its card.
 
-Writes `results/gpu_presets_<hardware>.json` after every row.
+Writes `results/gpu_presets_<hardware>.json`, or another name (`--results-name`), after every row.
 """
 
 import json
@@ -18,13 +18,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from measure import ROOT, last_error
+from measure import ROOT, end_with_parent, last_error
 from results import (
     RESULTS,
     commit,
@@ -58,14 +59,45 @@ def start(preset: str, folder: Path, *more: str, **environment: str) -> subproce
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=end_with_parent,
     )
 
 
-def run(preset: str, folder: Path, timeout_seconds: float) -> dict[str, Any]:
+class Compilations:
+    """The processes of all presets. Their timed steps begin when the last of them has compiled, planned or ended."""
+
+    def __init__(self, folder: Path, num_presets: int) -> None:
+        self.lock, self._num_presets = folder / "lock", num_presets
+        self._steps: list[subprocess.Popen[str]] = []
+        self._plans: list[subprocess.Popen[str]] = []
+
+    def start(self, preset: str, folder: Path) -> list[subprocess.Popen[str]]:
+        """Start the steps of a preset, and its plan."""
+        running = [start(preset, folder, GPU_LOCK=str(self.lock)), start(preset, folder, "--plan")]
+        self._plans.append(running[1])
+        self._steps.append(running[0])
+        return running
+
+    def are_over(self) -> bool:
+        compiled = [Path(f"{self.lock}.{process.pid}").exists() or _ended(process) for process in self._steps]
+        return len(compiled) == self._num_presets and all(compiled) and all(map(_ended, self._plans))
+
+    def release(self) -> None:
+        """Wait for them, then let the timed steps begin."""
+        while not self.are_over():
+            time.sleep(0.2)
+        Path(f"{self.lock}.go").touch()
+
+
+def _ended(process: subprocess.Popen[str]) -> bool:
+    return process.poll() is not None
+
+
+def run(preset: str, folder: Path, timeout_seconds: float, compilations: Compilations) -> dict[str, Any]:
     """The measured and the planned row of a preset, or why there is none."""
     row: dict[str, Any] = {"label": preset, "commit": commit()}
     ends = time.monotonic() + timeout_seconds
-    running = [start(preset, folder, GPU_LOCK=str(folder / "lock")), start(preset, folder, "--plan")]
+    running = compilations.start(preset, folder)
     for process in running:
         try:
             output, errors = process.communicate(timeout=max(1.0, ends - time.monotonic()))
@@ -111,6 +143,7 @@ def main(
         Path | None, typer.Option(help="A result: keep its measured numbers and plan again, on any machine.")
     ] = None,
     device: Annotated[str, typer.Option(help="Only cuda.")] = "cuda",
+    results_name: Annotated[str, typer.Option(help="Start of the result's file name.")] = "gpu_presets",
     results_dir: Path = RESULTS,
 ) -> None:
     """Compare plans with steps on a real GPU."""
@@ -118,20 +151,26 @@ def main(
         predict_again(predict)
         print_result(predict, describe, COLUMNS, table_cells)
         return
+    from lean_ft.system.catalog import find_preset
+
     hardware, rows = require_hardware(device), {}
     if hardware["device"] != "cuda":
         console.print("These presets run on a GPU only; nothing was measured.")
         return
     limit = min(timeout_seconds, budget_seconds or timeout_seconds)
-    with tempfile.TemporaryDirectory(prefix="lean_ft_presets_") as folder, ThreadPoolExecutor(8) as pool:
-        names = presets.split(",")
-        for done in as_completed([pool.submit(run, name, Path(folder), limit) for name in names]):
+    names = presets.split(",")
+    for name in names:
+        find_preset(name)  # raises for an unknown name
+    with tempfile.TemporaryDirectory(prefix="lean_ft_presets_") as folder, ThreadPoolExecutor(len(names)) as pool:
+        compilations = Compilations(Path(folder), len(names))
+        threading.Thread(target=compilations.release, daemon=True).start()
+        for done in as_completed([pool.submit(run, name, Path(folder), limit, compilations) for name in names]):
             row = done.result()
             rows[row["label"]] = row
             console.print(" | ".join(_cells(row)) + f" {row['reason'] or ''}", markup=False)
             shown = [rows[name] for name in names if name in rows]
             path = write_result(
-                "gpu_presets", benchmark="gpu_presets", hardware=hardware, settings={}, rows=shown, folder=results_dir
+                results_name, benchmark="gpu_presets", hardware=hardware, settings={}, rows=shown, folder=results_dir
             )
     print_result(path, describe, COLUMNS, table_cells)
 
