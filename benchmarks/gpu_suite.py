@@ -137,7 +137,7 @@ PARTS = (
     Part(
         "recurrent_preset",
         "the same of a model with recurrent layers",
-        lambda s: _presets(s, "--presets", "qwen3_5_9b/qlora") + ["--results-name", "gpu_presets_recurrent"],
+        lambda s: _presets(s, "--presets", "qwen3_5_9b/qlora") + ["--results-name", "recurrent_preset"],
     ),
     Part("kernels", "kernels next to their alternatives", lambda s: ["gpu_kernels.py"]),
     Part(
@@ -150,7 +150,7 @@ PARTS = (
         "the same with stochastic rounding",
         lambda s: [
             *("optimizer_step.py", "--shape", s.qwen, "--repeats", str(s.repeats), "--only", "adamw_8bit_compiled"),
-            *("--option", "stochastic_rounding=true", "--results-name", "optimizer_step_rounded"),
+            *("--option", "stochastic_rounding=true", "--results-name", "rounded_update"),
         ],
     ),
     Part("two_cards", "a run on two GPUs", _two_cards, is_benchmark=False),
@@ -209,7 +209,11 @@ def run_part(part: Part, sizes: Sizes, *, results_dir: Path, budget: Budget) -> 
             *(str(BENCHMARKS / command[0]), *command[1:], "--device", sizes.device),
             *("--results-dir", str(results_dir.resolve()), "--budget-seconds", f"{of_its_own:.0f}"),
         ]
+    before = {file: file.stat().st_mtime_ns for file in results_dir.glob("*.json")}
     measured = run_measured([sys.executable, *command], timeout_seconds=left)
+    written = [file for file in results_dir.glob("*.json") if before.get(file) != file.stat().st_mtime_ns]
+    if measured.status == "ok" and (cut := _cut_rows(written)):
+        measured.status, measured.reason = "timed out", f"no time was left for {', '.join(cut)}"
     if measured.status == "ok" and not part.is_benchmark:
         measured.reason = (measured.output.strip().splitlines() or [""])[-1]  # counts of passed and skipped tests
     return row | {
@@ -218,6 +222,12 @@ def run_part(part: Part, sizes: Sizes, *, results_dir: Path, budget: Budget) -> 
         "seconds": round(measured.seconds, 1),
         "output": measured.output.replace(f"{ROOT}/", "")[-6000:],
     }
+
+
+def _cut_rows(files: list[Path]) -> list[str]:
+    """Rows of results that lacked time."""
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    return [row["label"] for row in rows if row.get("status") in ("timed out", "not run")]
 
 
 def earlier_rows(results_dir: Path, hardware: Hardware, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
