@@ -159,7 +159,9 @@ def main(
         path = write_result("gpu_kernels", benchmark="gpu_kernels", hardware=hardware, settings={}, rows=rows,
             folder=results_dir)  # fmt: skip
         if time.monotonic() > ends:
-            rows.append({"label": "further rows", "status": "not run", "reason": "no time was left", "milliseconds": {}})
+            rows.append(
+                {"label": "further rows", "status": "not run", "reason": "no time was left", "milliseconds": {}}
+            )
             write_result("gpu_kernels", benchmark="gpu_kernels", hardware=hardware, settings={}, rows=rows,
                 folder=results_dir)  # fmt: skip
             break
@@ -170,8 +172,9 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
         "median time of kernels. Attention: forward + backward, documents of 700, 1,100 and 2,296 tokens in one row, "
-        "bfloat16; library: PyTorch's flash kernel. Recurrent: the same documents. Expand: a frozen weight to bfloat16; library: bitsandbytes. Sums: "
-        "tokens x experts per token x hidden features, bfloat16; library: PyTorch's embedding_bag"
+        "bfloat16; library: PyTorch's flash kernel. Recurrent: the same documents. Expand: a frozen weight to "
+        "bfloat16; library: bitsandbytes. Sums: tokens x experts per token x hidden features, bfloat16; library: PyTorch's "
+        "embedding_bag"
     )
 
 

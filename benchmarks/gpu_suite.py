@@ -137,7 +137,7 @@ PARTS = (
     Part(
         "recurrent_preset",
         "the same of a model with recurrent layers",
-        lambda s: _presets(s, "--presets", "qwen3_5_9b/qlora") + ["--results-name", "recurrent_preset"],
+        lambda s: [*_presets(s, "--presets", "qwen3_5_9b/qlora"), "--results-name", "recurrent_preset"],
     ),
     Part("kernels", "kernels next to their alternatives", lambda s: ["gpu_kernels.py"]),
     Part(
