@@ -173,8 +173,8 @@ def describe(result: dict[str, Any]) -> str:
     return (
         "median time of kernels. Attention: forward + backward, documents of 700, 1,100 and 2,296 tokens in one row, "
         "bfloat16; library: PyTorch's flash kernel. Recurrent: the same documents. Expand: a frozen weight to "
-        "bfloat16; library: bitsandbytes. Sums: tokens x experts per token x hidden features, bfloat16; library: PyTorch's "
-        "embedding_bag"
+        "bfloat16; library: bitsandbytes. Sums: tokens x experts per token x hidden features, bfloat16; library: "
+        "PyTorch's embedding_bag"
     )
 
 
