@@ -157,6 +157,8 @@ def main(
     if predict is not None:
         predict_again(predict)
         print_result(predict, describe, COLUMNS, table_cells)
+        for label, (fixed, error) in left_out_errors(json.loads(predict.read_text(encoding="utf-8"))).items():
+            console.print(f"{label}: {fixed * 1e6:.1f} us per kernel fit the others; its plan is then {error:+.1%} off")
         return
     from lean_ft.system.catalog import find_preset
 
@@ -197,6 +199,27 @@ def seconds_with_todays_kernels(row: dict[str, Any], times: dict[str, dict[str, 
             if part in name and label in times:
                 saved += seconds * (1 - times[label]["own"][0] / times[label]["library"][0])
     return row["step_seconds"] - saved
+
+
+def left_out_errors(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """By preset: the time per kernel fitted to the steps of the other presets, in seconds, and the error of its own
+    plan with that time. A plan grows with its number of kernels."""
+    from lean_ft.plan.devices import FIXED_SECONDS
+
+    times = kernel_times(result)
+    rows = {row["label"]: row for row in result["rows"] if row["status"] == "ok"}
+
+    def error(label: str, fixed: float) -> float:
+        row = rows[label]
+        plan = row["predicted_seconds"] + (fixed - FIXED_SECONDS) * row["predicted_launches"]
+        return plan / seconds_with_todays_kernels(row, times) - 1
+
+    found = {}
+    for label in rows:
+        others = [other for other in rows if other != label]
+        fitted = min((tenths * 1e-7 for tenths in range(200)), key=lambda x: sum(error(one, x) ** 2 for one in others))
+        found[label] = fitted, error(label, fitted)
+    return found
 
 
 def describe(result: dict[str, Any]) -> str:

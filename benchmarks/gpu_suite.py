@@ -39,7 +39,7 @@ VALUE_TESTS = (
     "test_flash_kernels.py",
     "test_recurrent_kernels.py",
     "test_convolution_kernels.py",
-    "test_update_kernel.py",
+    "test_adamw_8bit_kernel.py",
     "test_grouped_kernels.py",
 )
 

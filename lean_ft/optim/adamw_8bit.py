@@ -70,7 +70,9 @@ class AdamW8bit(AdamW):
         self._codes = DynamicCode(signed=True), DynamicCode(signed=False)
         first, second = (Moment8bit(code, paged=paged) for code in self._codes)
         super().__init__(moments=(first, second), **settings)
-        self.instructions = COMPILED_INSTRUCTIONS if self.update_clipping or self.draws_noise else 0
+
+    def instructions(self, state: ParameterState) -> int:
+        return COMPILED_INSTRUCTIONS if self.update_clipping or self.draws_noise else 0
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         for state in states:

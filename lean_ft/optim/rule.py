@@ -65,8 +65,6 @@ class Rule:
     # Whether a rank needs all rows of a matrix. If not, each rank updates its rows, and `ParameterState.sum` sums over
     # all of them.
     needs_whole_matrices = True
-    # Machine instructions per element of an update on a GPU; 0: its memory traffic takes longer.
-    instructions = 0
     # Number of neighboring elements that must be updated together; None: the whole parameter.
     updated_together: int | None = None
 
@@ -77,6 +75,10 @@ class Rule:
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         """Update the parameters and their states in place."""
         raise NotImplementedError
+
+    def instructions(self, state: ParameterState) -> int:
+        """Machine instructions per element of a parameter's update on a GPU; 0 if its memory traffic takes longer."""
+        return 0
 
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into the state in place, so that resuming takes no additional memory."""

@@ -17,7 +17,7 @@ from lean_ft.system.units import GIB
 _LINKS = 0.8  # share of a link's published rate
 # The share of a card's instructions per second that the arithmetic of an update reaches: half of the published float32
 # rate, where each multiply-add counts twice. On an H200, 3.2 billion parameters of 122 instructions each
-# (`AdamW8bit.instructions`) took 64 ms in a profile in which other processes slowed matrix products down by 1.42.
+# (`AdamW8bit`, in compiled slices) took 64 ms in a profile in which other processes slowed products down by 1.42.
 _ISSUED = 0.26
 # The driver's context and kernel code, in addition to what PyTorch's allocator reserves.
 CUDA_CONTEXT_BYTES = GIB // 2
@@ -143,7 +143,7 @@ _PROCESSORS = {
 _TILE = (128, 128)
 # To fill and drain the card, and until the next kernel starts. On an H200, single passes of a sort took 6.1 us, updates
 # of small matrices 4.4 to 5.9 us, and the shortest kernels 2 us, without the gap of about 1 us between kernels.
-_FIXED_SECONDS = 6e-6
+FIXED_SECONDS = 6e-6
 # Compute capabilities; other cards are planned as an A100, 8.0.
 _CAPABILITIES = {
     "T4": (7, 5), "V100": (7, 0), "V100 16GB": (7, 0), "B200": (10, 0), "RTX 5090": (12, 0), "MI300X": (9, 4),
@@ -171,7 +171,7 @@ def _card(name: str, gib: float, tflops_16bit: float, tflops_32bit: float, gb_s:
         tflops_32bit * 1e12,
         gb_s * 1e9,
         launch_seconds=20e-6,
-        fixed_seconds=_FIXED_SECONDS,
+        fixed_seconds=FIXED_SECONDS,
         product_share=_PRODUCT_SHARES.get(name, 0.75),
         attention_share=_ATTENTION_SHARES.get(name, 0.4),
         memory_share=0.75,

@@ -95,7 +95,8 @@ class PlannedStep(Observer):
                 time.travel(2 * sum(t.nbytes for t in state.tensors.values()))
             moved = 2 * sum(t.nbytes for t in kept) + state.grad.nbytes
             number = self._update_launches[state.param.shape, state.param.dtype]
-            kernel = Kernel(0.0, moved, number=number, instructions=state.rule.instructions * state.param.numel())
+            instructions = state.rule.instructions(state) * state.param.numel()
+            kernel = Kernel(0.0, moved, number=number, instructions=instructions)
             self._trace.spend(time.launches(kernel), "optimizer step", short_name(state.name.rpartition(".")[0]))
 
     def sample(self, rounds: Rounds, cfg: OnlineConfig, answer: Callable[..., Any], fill: Callable[[], None]) -> None:

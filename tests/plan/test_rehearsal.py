@@ -114,8 +114,8 @@ def test_an_update_in_compiled_slices_takes_the_time_of_its_instructions(setting
 
     def seconds(rounding: str) -> float:
         cfg = config_of(RECIPE, *settings, "optimizer.name=adamw_8bit", f"optimizer.stochastic_rounding={rounding}")
-        instructions = build_optimizer(model, cfg).rules[0].instructions
-        return card.kernel_seconds(Kernel(0.0, num_bytes, instructions=1e9 * instructions))
+        state = build_optimizer(model, cfg).states[0]
+        return card.kernel_seconds(Kernel(0.0, num_bytes, instructions=1e9 * state.rule.instructions(state)))
 
     fast, slow = seconds("false"), seconds("true")
     assert fast == pytest.approx(num_bytes / (card.bytes_per_second * card.memory_share), rel=0.01)
