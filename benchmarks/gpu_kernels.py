@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_kernels.py
 
-Attention: three documents in one row. Expand: frozen weights of layers or experts. Sums: the rows of each token's
-experts. Nothing is downloaded.
+Attention: three documents in one row. Recurrent: the same documents, in layers as wide as Qwen3.5 9B's and Mamba-2's.
+Expand: frozen weights of layers or experts. Sums: the rows of each token's experts. Nothing is downloaded.
 
 Writes `results/gpu_kernels_<hardware>.json` after every row.
 """
@@ -24,6 +24,8 @@ from lean_ft.models import frozen_weight
 from lean_ft.models.attention import kernels
 from lean_ft.models.attention.attention import Scoring, attend_documents
 from lean_ft.models.mix import summed_rows
+from lean_ft.models.state.convolution import causal_convolution
+from lean_ft.models.state.linear_attention import linear_attention
 
 ENDS = (0, 700, 1800, 4096)
 # Name: query heads, key heads, features of a head, how scores are computed, sinks, and the kernels besides lean_ft's.
@@ -35,6 +37,11 @@ ATTENTION = {
     "soft cap, heads of 256": (16, 8, 256, Scoring(softcap=50.0), False, ("eager", "flex")),
     "Gemma 4, heads of 512": (16, 4, 512, Scoring(), False, ("eager", "flex")),
 }
+# Name, groups of queries and keys, heads, features of a query, features of a value, and whether values are corrected.
+RECURRENT = (
+    ("Qwen3.5 9B, gated delta rule", 16, 32, 128, 128, True),
+    ("Nemotron-H 8B, Mamba-2", 8, 128, 128, 64, False),
+)
 KERNELS = {"own": "lean_ft's kernel", "library": "library", "flex": "flex attention", "eager": "separate operations"}
 COLUMNS = ["operation", *KERNELS.values(), "lean_ft uses"]
 
@@ -81,6 +88,32 @@ def flex(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, cap: float |
     return lambda: attend(*tensors, score_mod=change, block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
+def recurrent_rows(device: str = "cuda", ends: tuple[int, ...] = ENDS) -> Iterator[dict[str, Any]]:
+    """Milliseconds of recurrent layers' forward and backward pass."""
+    bounds, num_tokens = torch.tensor(ends, dtype=torch.int32, device=device), ends[-1]
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(1, num_tokens, *shape, device=device).to(dtype)
+
+    for name, groups, heads, key_width, width, corrects in RECURRENT:
+        query, key = (F.normalize(random(groups, key_width), dim=-1).requires_grad_() for _ in range(2))
+        value = random(heads, width).requires_grad_()
+        decay, beta = F.logsigmoid(random(heads, dtype=torch.float32)), random(heads).sigmoid()
+        leaves = query, key, value, decay.requires_grad_(), beta.requires_grad_()
+        yield passes(f"recurrent: {name}", lambda: linear_attention(*leaves, bounds, None, corrects)[0], leaves)  # noqa: B023
+    x, weight = random(8192).requires_grad_(), torch.randn(8192, 4, device=device).bfloat16().requires_grad_()
+    convolve = lambda: causal_convolution(x, weight, None, bounds, "silu")  # noqa: E731
+    yield passes("recurrent: convolution of 8,192 features", convolve, (x, weight))
+
+
+def passes(label: str, compute: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> dict[str, Any]:
+    """The row of an operation of lean_ft alone: milliseconds of its forward and its backward pass."""
+    out = compute()
+    grad = torch.randn_like(out)
+    backward = milliseconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
+    return {"label": label, "milliseconds": {"own": [milliseconds(compute), backward]}, "used": "own"}
+
+
 def memory_rows() -> Iterator[dict[str, Any]]:
     """Milliseconds and bytes of kernels that only move memory."""
     from lean_ft.models.expand_kernel import expand  # needs Triton
@@ -121,11 +154,16 @@ def main(
     if hardware["device"] != "cuda":
         console.print("These kernels run on a GPU only; nothing was measured.")
         return
-    for row in (row for part in (map(attention_row, ATTENTION), memory_rows()) for row in part):
+    for row in (row for part in (map(attention_row, ATTENTION), recurrent_rows(), memory_rows()) for row in part):
         rows.append({"status": "ok", "reason": None, **row})
         path = write_result("gpu_kernels", benchmark="gpu_kernels", hardware=hardware, settings={}, rows=rows,
             folder=results_dir)  # fmt: skip
         if time.monotonic() > ends:
+            rows.append(
+                {"label": "further rows", "status": "not run", "reason": "no time was left", "milliseconds": {}}
+            )
+            write_result("gpu_kernels", benchmark="gpu_kernels", hardware=hardware, settings={}, rows=rows,
+                folder=results_dir)  # fmt: skip
             break
     print_result(path, describe, COLUMNS, table_cells)
 
@@ -134,8 +172,9 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
         "median time of kernels. Attention: forward + backward, documents of 700, 1,100 and 2,296 tokens in one row, "
-        "bfloat16; library: PyTorch's flash kernel. Expand: a frozen weight to bfloat16; library: bitsandbytes. Sums: "
-        "tokens x experts per token x hidden features, bfloat16; library: PyTorch's embedding_bag"
+        "bfloat16; library: PyTorch's flash kernel. Recurrent: the same documents. Expand: a frozen weight to "
+        "bfloat16; library: bitsandbytes. Sums: tokens x experts per token x hidden features, bfloat16; library: "
+        "PyTorch's embedding_bag"
     )
 
 

@@ -18,6 +18,7 @@ Source: proc(5), wait4(2), getrusage(2).
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -81,6 +82,13 @@ class Budget:
         return min(self._run_seconds, left)
 
 
+def end_with_parent() -> None:
+    """In a new process: kill it if the thread that started it ends, so that `kill -9` of a benchmark leaves nothing
+    running. Does nothing on systems other than Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def run_measured(
     command: Sequence[str | Path],
     *,
@@ -116,6 +124,7 @@ def run_measured(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         tree = _Tree(process.pid)
         stopped: tuple[str, str | None] | None = None  # status and reason if we stopped the run

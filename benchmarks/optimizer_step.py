@@ -7,7 +7,7 @@ Weights and gradients are random bfloat16 tensors of the shape's sizes. Each opt
 the memory kept between steps. Workspace is the peak during the update above weights, gradients and state; a float32
 copy of the embedding shows there. CPU time is the sum over all threads.
 
-Writes `results/optimizer_step_<shape>_<hardware>.json`.
+Writes `results/optimizer_step_<shape>_<hardware>.json`, or another name (`--results-name`).
 """
 
 import importlib.util
@@ -162,6 +162,7 @@ def main(
     budget_seconds: Annotated[
         float | None, typer.Option(help="Total time in seconds; remaining runs are skipped.")
     ] = None,
+    results_name: Annotated[str, typer.Option(help="Start of the result's file name.")] = "optimizer_step",
     results_dir: Annotated[Path, typer.Option(help="Folder for the JSON result.")] = RESULTS,
     worker: Annotated[str, typer.Option(hidden=True)] = "",
     report: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -180,7 +181,7 @@ def main(
     ]
     rows = measure_contestants(__file__, chosen, arguments, Budget(timeout_seconds, budget_seconds))
     path = write_result(
-        f"optimizer_step_{shape}",
+        f"{results_name}_{shape}",
         benchmark="optimizer_step",
         hardware=hardware,
         settings={

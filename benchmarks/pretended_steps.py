@@ -10,7 +10,8 @@ lacks.
 
 On a real GPU, tokens are random, and the answer has the seconds of the timed steps, and the number and the seconds of
 the kernels of one more step by name, as PyTorch's profiler counts them. With the environment variable GPU_LOCK, the
-name of a file, processes that share the GPU load and compile side by side, and one at a time does its other steps.
+name of a file, processes that share the GPU load and compile side by side. After its first step, each writes
+`GPU_LOCK.<its process id>` and waits for a file `GPU_LOCK.go`; then one at a time does its other steps.
 """
 
 import fcntl
@@ -138,6 +139,14 @@ class Peaks:
         return watched
 
 
+def wait_for_the_gpu(lock: str) -> None:
+    """Return when all processes have compiled, and this one alone uses the GPU until it ends."""
+    Path(f"{lock}.{os.getpid()}").touch()
+    while not Path(f"{lock}.go").exists():
+        time.sleep(0.05)
+    fcntl.flock(os.open(lock, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+
+
 def stand_in_for_run(peaks: Peaks) -> type:
     """A replacement for `Run` that counts and writes nothing."""
 
@@ -150,7 +159,7 @@ def stand_in_for_run(peaks: Peaks) -> type:
         def steps(self) -> Iterator[int]:
             for step in range(self.total_steps):
                 if step == 1 and "GPU_LOCK" in os.environ:
-                    fcntl.flock(os.open(os.environ["GPU_LOCK"], os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
+                    wait_for_the_gpu(os.environ["GPU_LOCK"])
                 peaks.begin()
                 yield step
             if not IS_SIMULATED:

@@ -159,7 +159,9 @@ def write_result(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}_{hardware.slug}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    whole.replace(path)  # a process that is killed leaves the result of before
     return path
 
 

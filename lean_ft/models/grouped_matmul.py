@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lean_ft.system.costs import Cost, Launched, register_cost
+from lean_ft.system.costs import Arithmetic, Cost, Launched, register_cost
 
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
+_TILE = (128, 256)  # rows and columns of PyTorch's grouped kernel on Hopper, in the kernel's name
 _COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
 HAS_TRITON = _COMPILER is not None and find_spec("triton") is not None
 
@@ -96,9 +97,18 @@ def _launched(capability: tuple[int, int], rows: Tensor, *_: Tensor) -> Launched
     return Launched(2 if is_pytorchs else 1)  # PyTorch's kernel, and its sizes and addresses
 
 
-register_cost(_OPS.grouped_matmul, Cost(_launched, first_factor=0))
+def _arithmetic(capability: tuple[int, int], longest_document: int, *operands: Tensor) -> Arithmetic:
+    """A group's last tile of rows is half empty on average, and a row's last tile of columns is filled up."""
+    rows, matrices, _ends = operands[-3:]
+    (num_rows, inner), (num_groups, _, columns) = rows.shape, matrices.shape
+    tile_rows, tile_columns = _TILE
+    computed = (num_rows + num_groups * tile_rows / 2) * (-(-columns // tile_columns) * tile_columns)
+    return Arithmetic(2.0 * num_rows * columns * inner, 2.0 * (computed - num_rows * columns) * inner)
+
+
+register_cost(_OPS.grouped_matmul, Cost(_launched, gpu_arithmetic=_arithmetic, first_factor=0))
 register_cost(_OPS.grouped_outer, Cost(_launched))
-register_cost(_OPS.add_grouped_matmul)
+register_cost(_OPS.add_grouped_matmul, Cost(gpu_arithmetic=_arithmetic))
 
 
 def _has_kernel(*operands: Tensor) -> bool:

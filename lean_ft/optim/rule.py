@@ -76,6 +76,10 @@ class Rule:
         """Update the parameters and their states in place."""
         raise NotImplementedError
 
+    def instructions(self, state: ParameterState) -> int:
+        """Machine instructions per element of a parameter's update on a GPU; 0 if its memory traffic takes longer."""
+        return 0
+
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into the state in place, so that resuming takes no additional memory."""
         if tensors.keys() != state.tensors.keys():

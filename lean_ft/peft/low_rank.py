@@ -27,7 +27,7 @@ from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.frozen_weight import Form, Frozen, product_dtype
 from lean_ft.models.layers import is_on_cuda
 from lean_ft.system.autograd import AutogradContext
-from lean_ft.system.costs import Cost, register_cost
+from lean_ft.system.costs import Cost, Launched, register_cost
 from lean_ft.system.gpu_products import multiplies_into_float32
 
 
@@ -76,7 +76,16 @@ def _num_flops(
     return 2 * left[0] * right[1] * (left[1] + thin_left[1])
 
 
-register_cost(torch.ops.lean_ft.sum_of_products, Cost(first_factor=0))
+def _launches(
+    capability: tuple[int, int], left: Tensor, right: Tensor, bias: Tensor | None, thin_left: Tensor, *_: object
+) -> Launched:
+    """Of the product and of the low-rank product, which reads and writes the total again."""
+    if not thin_left.shape[1]:
+        return Launched()
+    return Launched(2, repeated_bytes=2 * left.shape[0] * right.shape[1] * left.element_size())
+
+
+register_cost(torch.ops.lean_ft.sum_of_products, Cost(_launches, first_factor=0))
 
 
 class _LowRankContext(

@@ -1,6 +1,7 @@
 """The planned step: where its passes begin, each gradient, the update, and batches of rounds of completions."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +70,8 @@ class PlannedStep(Observer):
         """Rehearse the update of the first parameter of each shape and dtype, and charge the launches and the time of
         all.
 
-        The time is that of memory traffic: gradients are read, states and weights are read and written.
+        The time is that of memory traffic, or of the rule's instructions: gradients are read, states and weights are
+        read and written.
         """
         time = self._trace.time
         new = {(state.param.shape, state.param.dtype): state for state in states}
@@ -85,13 +87,16 @@ class PlannedStep(Observer):
             # One fused launch may update several parameters; kernels outside of PyTorch are not seen.
             self._update_launches |= dict.fromkeys(new, number / len(new) if number else 1.0)
         now = time.spent
-        now.seconds, now.launch_seconds, now.ledger = spent.seconds, spent.launch_seconds, spent.ledger
+        communicated = {name: getattr(now, name) for name in ("exchange_seconds", "sent_bytes", "sent_away_bytes")}
+        time.spent = replace(spent, **communicated)
         for state in states:
             kept = [state.param, *state.tensors.values()]
             if self._in_flight is not None:
                 time.travel(2 * sum(t.nbytes for t in state.tensors.values()))
             moved = 2 * sum(t.nbytes for t in kept) + state.grad.nbytes
-            kernel = Kernel(0.0, moved, number=self._update_launches[state.param.shape, state.param.dtype])
+            number = self._update_launches[state.param.shape, state.param.dtype]
+            instructions = state.rule.instructions(state) * state.param.numel()
+            kernel = Kernel(0.0, moved, number=number, instructions=instructions)
             self._trace.spend(time.launches(kernel), "optimizer step", short_name(state.name.rpartition(".")[0]))
 
     def sample(self, rounds: Rounds, cfg: OnlineConfig, answer: Callable[..., Any], fill: Callable[[], None]) -> None:

@@ -1,9 +1,9 @@
 """Estimate the time of a step's operations on a device.
 
 The time of an operation follows from its arithmetic, its memory traffic and its class (`Device.kernel_seconds`). The
-host launches kernels while the device computes, so a step takes at least the time of its launches. `Spent.ledger` lists
-the launches by module and operation. Copies to the host and collectives overlap with computation, and take the time of
-their links.
+host launches kernels while the device computes: where the host is late, the device waits. `Spent.ledger` lists the
+launches by module and operation. Copies to the host and collectives overlap with computation, and take the time of
+their links. Where the computation waits for a copy, so does the plan.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from lean_ft.plan.labels import label_of_caller
 from lean_ft.plan.memory import num_bytes
 from lean_ft.plan.result import Launches
 from lean_ft.plan.traffic import SentBytes
-from lean_ft.system.costs import Launched, cost_of
+from lean_ft.system.costs import Arithmetic, Launched, cost_of
 from lean_ft.torch_private import OpOverload, backward_node_number, next_node_number, tree_iter
 
 T = TypeVar("T")
@@ -39,7 +39,10 @@ class Spent:
     """Time and communication of a step so far."""
 
     ledger: dict[tuple[str, str], Launches] = field(default_factory=dict)  # (module, operation) -> its launches
-    seconds: float = 0.0  # of the device, including what it waits for
+    seconds: float = 0.0  # of kernels, and of collectives that the device waits for
+    clock: float = 0.0  # when the device has computed everything so far, with its waits for the host and for copies
+    host_clock: float = 0.0  # when the host has launched everything so far
+    link_clock: float = 0.0  # when all copies so far have ended
     launch_seconds: float = 0.0  # of the host, while the device computes
     link_seconds: float = 0.0  # of copies to and from the host, which overlap
     exchange_seconds: float = 0.0  # of collectives, which overlap
@@ -83,7 +86,7 @@ class Time:
         read = args[1:] if name in _GATHERING else args
         written = args[:1] if result is None else result
         moved = sum(num_bytes(tensor) for tensor in tree_iter((read, written)) if isinstance(tensor, Tensor))
-        flops = self._flops(func, args, kwargs, result)
+        flops, idle_flops = self._arithmetic(func, args, kwargs, result)
         if not moved and not flops:
             return name, None
         cost = cost_of(func.overloadpacket)
@@ -96,7 +99,8 @@ class Time:
             shape = (rows, int(flops / (2 * rows * inner)) if rows * inner else 0, inner)
             product = factors[0] if in_float8 or _has_dtype(args) else result
         itemsize, moved = self._product_itemsize(product), moved + found.repeated_bytes
-        return name, Kernel(flops, moved, itemsize, is_attention, shape, found.number)
+        later = found.repeated_bytes if found.number > 1 else 0
+        return name, Kernel(flops, moved, itemsize, is_attention, shape, found.number, idle_flops, later)
 
     def launches(self, kernel: Kernel) -> Launches:
         """The launches of an operation, and their time."""
@@ -107,8 +111,21 @@ class Time:
         """Add launches. The ledger lists them under `name` and `module`; the default is the module that runs now."""
         self.spent.seconds += launches.seconds
         self.spent.launch_seconds += self.device.launch_seconds * launches.number
+        self._run(launches)
         place = (self.current_module() if module is None else module, name)
         self.spent.ledger[place] = self.spent.ledger.get(place, Launches()).plus(launches)
+
+    def _run(self, launches: Launches) -> None:
+        """Run launches on the device. A kernel starts once the host has launched it and the one before has ended."""
+        spent, each = self.spent, self.device.launch_seconds
+        ready = spent.host_clock + each * min(launches.number, 1)
+        spent.host_clock += each * launches.number
+        last = spent.host_clock + launches.seconds / max(launches.number, 1)
+        spent.clock = max(max(spent.clock, ready) + launches.seconds, last if launches.number else 0.0)
+
+    def host_waits(self) -> None:
+        """The host waits for the device, because it reads a value."""
+        self.spent.host_clock = max(self.spent.host_clock, self.spent.clock)
 
     def current_module(self) -> str:
         """Return the name of the module whose `forward` runs now. In backward: of the module whose forward made this
@@ -132,9 +149,16 @@ class Time:
             if i == at:
                 self.spent.again(before, times)
 
-    def travel(self, num_bytes: int) -> None:
-        """Add the time of a copy between device and host."""
-        self.spent.link_seconds += num_bytes / self.device.host_bytes_per_second
+    def travel(self, num_bytes: int) -> float:
+        """Add the time of a copy between device and host, which starts after the computation so far. Return its end."""
+        spent, seconds = self.spent, num_bytes / self.device.host_bytes_per_second
+        spent.link_seconds += seconds
+        spent.link_clock = max(spent.link_clock, spent.clock) + seconds
+        return spent.link_clock
+
+    def wait_until(self, end: float) -> None:
+        """The computation waits for the end of a copy."""
+        self.spent.clock = max(self.spent.clock, end)
 
     def exchange(self, sent: SentBytes, *, waits: bool) -> None:
         """Add the time of a collective. `waits`: it does not overlap with computation."""
@@ -147,6 +171,7 @@ class Time:
             self.spent.sent_bytes += sent.num_bytes
         if waits:
             self.spent.seconds += seconds
+            self.spent.clock += seconds
         else:
             self.spent.exchange_seconds += seconds
 
@@ -154,7 +179,7 @@ class Time:
     def step_seconds(self) -> float:
         """Time of the step so far."""
         spent = self.spent
-        return max(spent.seconds, spent.launch_seconds, spent.link_seconds, spent.exchange_seconds)
+        return max(spent.clock, spent.link_seconds, spent.exchange_seconds)
 
     def _product_itemsize(self, result: object) -> int:
         """Bytes per element in the products that gave `result`."""
@@ -163,13 +188,17 @@ class Time:
             return 2
         return 4 if first.dtype in self._converted else first.element_size()
 
-    def _flops(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> float:
+    def _arithmetic(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object
+    ) -> Arithmetic:
         cost, count = cost_of(func.overloadpacket), flop_registry.get(func.overloadpacket)
+        if cost is not None and cost.gpu_arithmetic is not None and not self.device.is_cpu:
+            return cost.gpu_arithmetic(self.device.capability, self.longest_document, *args)
         if cost is not None and cost.flops is not None:
-            return cost.flops(self.longest_document, *args)
+            return Arithmetic(cost.flops(self.longest_document, *args))
         if first_factor(func) is not None and _has_dtype(args):
             args = args[:-1]  # torch's formulas have no place for it
-        return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        return Arithmetic(float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0)
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:

@@ -63,6 +63,7 @@ class Trace(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is read_scalar and self._counting and isinstance(args[0], FakeTensor):
+            self.time.host_waits()
             return _READ_VALUES.get(args[0].dtype, 1)
         if self._decomposes and func.namespace == "aten":
             with self:
@@ -132,7 +133,7 @@ class Trace(TorchDispatchMode):
     def spend(self, launches: Launches, name: str, module: str | None = None) -> None:
         """Add launches to the step and to its timeline."""
         self.time.spend(launches, name, module)
-        self.timeline.append((self.time.spent.seconds, dict(self.memory.live)))
+        self.timeline.append((self.time.spent.clock, dict(self.memory.live)))
 
     def exchange(self, func: OpOverload, args: Sequence[Any]) -> None:
         """Count the data that this rank sends in a ring collective, and its time."""

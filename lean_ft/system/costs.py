@@ -20,6 +20,13 @@ class Launched(NamedTuple):
     repeated_bytes: int = 0
 
 
+class Arithmetic(NamedTuple):
+    """Arithmetic of an operation, and what its kernel computes in vain beside it, such as the empty rows of a tile."""
+
+    flops: float
+    idle_flops: float = 0.0
+
+
 class SlowPath(NamedTuple):
     """Plain operations in place of a kernel; and why, with what would mend it."""
 
@@ -38,7 +45,8 @@ class Cost:
     Attributes:
         on_gpu: what a GPU of a compute capability runs for the operator's arguments.
         flops: the arithmetic of documents of at most this many tokens, by the operator's arguments; None: as the flop
-        formula.
+            formula.
+        gpu_arithmetic: the same on a GPU of a compute capability, with what its kernel computes in vain; None: `flops`.
         is_attention: whether its arithmetic is as fast as attention's, rather than as a matrix product's.
         first_factor: index of the first factor of a matrix product, whose second factor follows; None: no product that
             a CPU computes in blocks of float32.
@@ -46,6 +54,7 @@ class Cost:
 
     on_gpu: Callable[..., Launched | SlowPath] = _one_launch
     flops: Callable[..., float] | None = None
+    gpu_arithmetic: Callable[..., Arithmetic] | None = None
     is_attention: bool = False
     first_factor: int | None = None
 

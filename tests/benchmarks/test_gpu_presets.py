@@ -1,4 +1,4 @@
-"""A result keeps its measured numbers when its presets are planned again."""
+"""A result keeps its measured numbers when its presets are planned again. Timed steps begin when all have compiled."""
 
 import json
 import subprocess
@@ -49,3 +49,38 @@ def test_planning_again_replaces_the_planned_numbers_alone(tmp_path, monkeypatch
     assert row["predicted_launches"] > 10
     assert row["predicted_seconds"] < 1
     assert new["planned"]["torch"] in render(new)
+
+
+def test_timed_steps_begin_when_all_have_compiled_planned_or_ended(tmp_path, monkeypatch):
+    started = [subprocess.Popen(["sleep", "100"]) for _ in range(3)]
+    plans = [subprocess.Popen(["true"]), subprocess.Popen(["sleep", "100"]), subprocess.Popen(["true"])]
+    given = iter([process for pair in zip(started, plans, strict=True) for process in pair])
+    monkeypatch.setattr(gpu_presets, "start", lambda *_, **__: next(given))
+    compilations = gpu_presets.Compilations(tmp_path, 3)
+    for name in "abc":
+        assert not compilations.are_over()
+        compilations.start(name, tmp_path)
+    try:
+        for process in started[:2]:
+            (tmp_path / f"lock.{process.pid}").touch()
+        started[2].kill()  # such as out of memory
+        started[2].wait()
+        plans[0].wait(), plans[2].wait()
+        assert not compilations.are_over(), "a plan still runs"
+        plans[1].kill()
+        plans[1].wait()
+        assert compilations.are_over()
+        compilations.release()
+        assert (tmp_path / "lock.go").exists()
+    finally:
+        for process in (*started, *plans):
+            process.kill()
+            process.wait()
+
+
+def test_a_newer_kernel_takes_its_share_of_the_older_ones_time():
+    times = {gpu_presets.REPLACED["kDequantizeBlockwise"]: {"own": [1.0], "library": [4.0]}}
+    kernels = {"void kDequantizeBlockwise<a>": [2, 0.2], "void EmbeddingBag_updateOutputKernel_sum_mean": [1, 0.1]}
+    row = {"step_seconds": 1.0, "kernels": kernels}
+    assert gpu_presets.seconds_with_todays_kernels(row, times) == pytest.approx(1 - 0.15)
+    assert gpu_presets.seconds_with_todays_kernels(row, {}) == 1

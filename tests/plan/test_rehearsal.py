@@ -19,7 +19,7 @@ from lean_ft.models import Decoder, load_model
 from lean_ft.optim import build_optimizer
 from lean_ft.optim.streamed import StreamedState
 from lean_ft.plan import step
-from lean_ft.plan.devices import CPU, find_device
+from lean_ft.plan.devices import CPU, Kernel, find_device
 from lean_ft.plan.labels import STATES
 from lean_ft.plan.rehearsal import Rehearsal, rehearse
 from lean_ft.plan.trace import Trace
@@ -97,6 +97,29 @@ def test_a_plan_for_a_gpu_counts_the_launches_of_a_gpu(plan: Plan, model: Decode
     assert counts["linalg_vector_norm"] == num_gradients + 1  # and the norm over all
     assert counts["le"] == num_gradients <= counts["optimizer step"]
     assert not counts["dot"], "a CPU sums the squares slice by slice"
+
+
+def test_attention_counts_the_tokens_of_whole_documents(plan: Plan, model: Decoder):
+    """Two products of each query with half of its document, in each layer."""
+    found = plan("data.packing=bfd", device="H100").ledger
+    flops = sum(own.flops for (_, name), own in found.items() if name == "lean_ft.document_attention")
+    width = model.config.num_heads * model.config.head_dim
+    assert flops == model.config.num_layers * 2 * (ROWS * COLUMNS) * width * COLUMNS
+
+
+def test_an_update_in_compiled_slices_takes_the_time_of_its_instructions(settings, model: Decoder):
+    """bitsandbytes' kernel, without stochastic rounding, takes the time of its memory traffic."""
+    card = find_device("H100")
+    num_bytes = 10e9  # of a billion parameters
+
+    def seconds(rounding: str) -> float:
+        cfg = config_of(RECIPE, *settings, "optimizer.name=adamw_8bit", f"optimizer.stochastic_rounding={rounding}")
+        state = build_optimizer(model, cfg).states[0]
+        return card.kernel_seconds(Kernel(0.0, num_bytes, instructions=1e9 * state.rule.instructions(state)))
+
+    fast, slow = seconds("false"), seconds("true")
+    assert fast == pytest.approx(num_bytes / (card.bytes_per_second * card.memory_share), rel=0.01)
+    assert 3 * fast < slow < 6 * fast
 
 
 @pytest.mark.first(1)

@@ -8,8 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lean_ft.memory.host_memory import MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES
+from lean_ft.models.attention.document_attention import document_attention
 from lean_ft.models.float8_product import float8_forward
 from lean_ft.models.frozen_weight import as_frozen
+from lean_ft.models.grouped_matmul import grouped_matmul
 from lean_ft.plan.devices import CPU, DEVICES, Kernel, find_device
 from lean_ft.plan.fusion import fusing_backend
 from lean_ft.plan.memory import FREED
@@ -151,6 +153,80 @@ def test_arithmetic_takes_its_time():
         assert trace.time.spent.launch_seconds == pytest.approx(2 * CARD.launch_seconds)
 
     traced(product)
+
+
+def clock_after(trace: Trace, count: int) -> float:
+    """The device's clock after so many short operations."""
+    for _ in range(count):
+        torch.empty(8).add_(1)
+    return trace.time.spent.clock
+
+
+def test_the_device_waits_where_the_host_is_late():
+    """Short kernels take the host's time. After a long kernel the host is ahead, until it waits for a value."""
+
+    def work(trace):
+        short = CARD.kernel_seconds(Kernel(0.0, 68.0))
+        assert short < CARD.launch_seconds / 2
+        assert clock_after(trace, 10) == pytest.approx(10 * CARD.launch_seconds + short)
+        x = torch.empty(2**30, dtype=torch.uint8)
+        before = trace.time.spent.clock
+        x.add_(1)
+        added, long = trace.time.spent.clock - before, CARD.kernel_seconds(Kernel(0.0, 2.0 * 2**30))
+        assert added == pytest.approx(CARD.launch_seconds - short + long)
+        assert clock_after(trace, 10) == pytest.approx(before + added + 10 * short)
+        x[0].item()
+        before = trace.time.spent.clock
+        assert clock_after(trace, 10) == pytest.approx(before + 10 * CARD.launch_seconds + short)
+
+    traced(work)
+
+
+def test_the_device_waits_for_copies_from_the_host():
+    """A copy starts after the computation so far. Computation that does not wait for the copy runs beside it."""
+
+    def work(trace):
+        start = clock_after(trace, 10)
+        end = trace.time.travel(2**30)
+        assert end == pytest.approx(start + 2**30 / CARD.host_bytes_per_second)
+        assert clock_after(trace, 10) < end
+        trace.time.wait_until(end)
+        assert clock_after(trace, 10) > end
+
+    traced(work)
+
+
+def test_experts_with_few_rows_each_take_longer():
+    """The last tile of each group's rows is half empty on average."""
+
+    def time_of(num_groups: int) -> float:
+        def work(trace):
+            rows, ends = torch.empty(32768, 4096, dtype=torch.bfloat16), torch.empty(num_groups, dtype=torch.int32)
+            grouped_matmul(rows, torch.empty(num_groups, 4096, 4096, dtype=torch.bfloat16), ends)
+
+        ledger = traced(work, DEVICES["H100"]).time.spent.ledger
+        return sum(own.seconds for (_, name), own in ledger.items() if name == "lean_ft.grouped_matmul")
+
+    assert time_of(128) / time_of(8) == pytest.approx((256 + 64) / (4096 + 64) * 16, rel=0.05)
+
+
+def test_attention_of_short_documents_and_windows_is_less_efficient():
+    """Per product of a query with a key that it sees. Sliding windows take the time of what they see."""
+
+    def time_of(length: int, window: int | None = None) -> float:
+        def work(trace):
+            query = torch.empty(8192, 16, 128, dtype=torch.bfloat16)
+            bounds = torch.empty(8192 // length + 1, dtype=torch.int32)
+            trace.time.longest_document = length
+            document_attention(query, query, query, bounds, None, None, window, None, 8192)
+
+        ledger = traced(work, DEVICES["H100"]).time.spent.ledger
+        return sum(own.seconds for (_, name), own in ledger.items() if name == "lean_ft.document_attention")
+
+    times = {length: time_of(length) for length in (8192, 4096, 2048, 1024)}
+    pairs = [times[length] / times[length // 2] for length in (8192, 4096, 2048)]
+    assert 2 > pairs[0] > pairs[1] > pairs[2] > 1
+    assert times[1024] < time_of(8192, 1024) < times[2048]
 
 
 @pytest.mark.parametrize(("card", "times"), [("H100", 2), ("L4", 2), ("A100 80GB", 1)])

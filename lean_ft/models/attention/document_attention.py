@@ -41,7 +41,7 @@ from lean_ft.models.attention.kernels import choose_kernel
 from lean_ft.models.attention.row_attention import RowArguments, Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
 from lean_ft.models.layers import is_on_cuda, wide_dtype
-from lean_ft.system.costs import Cost, Launched, SlowPath, register_cost
+from lean_ft.system.costs import Arithmetic, Cost, Launched, SlowPath, register_cost
 from lean_ft.system.world import capability
 
 RowArgumentsAndLSE = tuple[*RowArguments, Tensor]
@@ -50,6 +50,13 @@ _SHORTEST_BLOCK = 16  # queries per block of shorter documents
 _KEY_SIZES = 32  # the most distinct numbers of keys among the blocks of a long document
 # Scores of one block over all heads, 16 MiB in float32; very long documents have smaller blocks.
 _BLOCK_SCORES = 2**22
+_NUM_PRODUCTS = (2, 5)  # of queries with keys, in the forward and the backward pass
+# Keys per query whose time flash attention spends in vain: on the diagonal's tiles, and to fill and drain the card. On
+# an H200, one document of 4,096 tokens reached 261 TFLOP/s in forward, and two of 2,048 reached 226.
+_IDLE_KEYS = 300
+# Time of lean_ft's kernels divided by flash attention's, forward and backward, for heads of at most this many features.
+# On an H200, at 0.3 of the published rate for flash attention; `benchmarks/gpu_kernels.py` and a step of Gemma 4 26B.
+_OWN_TIMES = {256: (1.15, 2.0), 512: (1.5, 3.4)}
 
 
 def document_attention(
@@ -287,10 +294,42 @@ def _flops_backward(longest_document: int, grad: Tensor, out: Tensor, query: Ten
     return 5 * query.numel() * longest_document
 
 
-register_cost(torch.ops.lean_ft.document_attention, Cost(_launched, _flops, is_attention=True))
-register_cost(
-    torch.ops.lean_ft.document_attention_backward, Cost(_launched_backward, _flops_backward, is_attention=True)
-)
+def _arithmetic(
+    capability: tuple[int, int], longest_document: int, query: Tensor, key: Tensor, value: Tensor, *rows: *RowArguments
+) -> Arithmetic:
+    return _on_gpu(capability, longest_document, query, Rows(*rows), 0)
+
+
+def _arithmetic_backward(
+    capability: tuple[int, int],
+    longest_document: int,
+    grad: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rows_and_lse: *RowArgumentsAndLSE,
+) -> Arithmetic:
+    return _on_gpu(capability, longest_document, query, Rows(*rows_and_lse[:-1]), 1)
+
+
+def _on_gpu(
+    capability: tuple[int, int], longest_document: int, query: Tensor, of_rows: Rows, which_pass: int
+) -> Arithmetic:
+    """The products of each query with the keys that it sees, and with `_IDLE_KEYS` more, in one pass: 0 is forward."""
+    window = min(of_rows.window or longest_document, longest_document)
+    seen = window - window**2 / (2 * longest_document)  # keys, on average
+    each = 2 * _NUM_PRODUCTS[which_pass] * query.numel()
+    times = 1.0
+    if _kernel_in_plan(capability, query, of_rows)[0] == "own":
+        times = next(own[which_pass] for width, own in _OWN_TIMES.items() if query.shape[-1] <= width)
+    return Arithmetic(each * seen, each * (times * (seen + _IDLE_KEYS) - seen))
+
+
+_ATTENTION = Cost(_launched, _flops, _arithmetic, is_attention=True)
+register_cost(torch.ops.lean_ft.document_attention, _ATTENTION)
+_ATTENTION_BACKWARD = Cost(_launched_backward, _flops_backward, _arithmetic_backward, is_attention=True)
+register_cost(torch.ops.lean_ft.document_attention_backward, _ATTENTION_BACKWARD)
 
 
 def _save_for_backward(ctx, inputs, output: tuple[Tensor, Tensor]) -> None:
