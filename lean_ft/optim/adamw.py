@@ -61,7 +61,7 @@ class AdamWSettings(TypedDict, total=False):
     update_clipping: bool
 
 
-class _Scalars(NamedTuple):
+class Scalars(NamedTuple):
     """The numbers of a step that `_update_slice` takes: 0-d tensors where it is compiled."""
 
     lr: float | Tensor
@@ -149,7 +149,7 @@ class AdamW(Rule):
                 state.device_type, [grad, *second], ratios, self.beta2, 1 - self.beta2, correction2, self.eps**2
             )
             lr = step.lr / (state.sum(ratios) / whole_numel(state.whole)).sqrt().clamp(min=1.0)
-        scalars = _Scalars(
+        scalars = Scalars(
             lr=lr,
             eps=self.eps,
             weight_decay=decay_of(state, self.weight_decay),
@@ -181,7 +181,7 @@ class AdamW(Rule):
         ratios.add_(square.div_(v_hat.clamp_(min=eps_squared)).sum(-1).sum())
 
     def _update_slice(self, tensors: list[Tensor], noise: Tensor | None, *scalars: float | Tensor) -> None:
-        step = _Scalars(*scalars)
+        step = Scalars(*scalars)
         weight, grad, *kept = tensors
         first, second = kept[: len(kept) // 2], kept[len(kept) // 2 :]
         # In place on intermediates, since eager calls are bound by memory traffic; in one shape, since Inductor makes a
