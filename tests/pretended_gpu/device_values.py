@@ -26,6 +26,9 @@ from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_row
 from lean_ft.models.frozen_weight import _expand_stepwise
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.mix import ExpertFormula, activation, activation_gradient
+from lean_ft.optim.adamw import Scalars
+from lean_ft.optim.adamw_8bit import AdamW8bit
+from tests.optim.hashed_noise import HashedNoise
 
 # Operations whose result shape depends on values, or whose host code reads values. Their host code does not run,
 # because an empty kernel has not written the values.
@@ -75,6 +78,7 @@ def install() -> None:
 
     from lean_ft.models import expand_kernel, expert_kernels, grouped_kernels  # these import Triton
     from lean_ft.models.attention import flash_kernels
+    from lean_ft.optim import adamw_8bit_kernel
 
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
@@ -100,6 +104,7 @@ def install() -> None:
         setattr(grouped_kernels, name, partial(_grouped_product, getattr(grouped_kernels, name)))
     expert_kernels.sum_rows = partial(_summed, expert_kernels.sum_rows)
     expand_kernel.expand = partial(_expanded, expand_kernel.expand)
+    adamw_8bit_kernel.update = partial(_updated, adamw_8bit_kernel.update)
     expert_kernels.activate = partial(_expert_activation, expert_kernels.activate)
     for name, values in (
         ("attend", _attend),
@@ -172,6 +177,16 @@ def _summed(host_code: Callable[..., None], rows: Tensor, places: Tensor, out: T
     host_code(rows, places, out)
     target, *given = map(on_cpu, (out, rows, places))
     _compute(lambda: target.copy_(torch.nn.functional.embedding_bag(given[1], given[0], mode="sum")))
+
+
+def _updated(
+    host_code: Callable[..., None], tensors: Sequence[Tensor], tables: object, step: Scalars, keys: Any
+) -> None:
+    host_code(tensors, tables, step, keys)
+    unused: dict[str, Any] = {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0, "stochastic_rounding": False}
+    rule, noise = AdamW8bit(paged=False, compile=False, **unused), None if keys is None else HashedNoise(keys)
+    given, lr = list(map(on_cpu, tensors)), on_cpu(step.lr) if isinstance(step.lr, Tensor) else step.lr
+    _compute(lambda: rule._update_slices("cpu", given, *step._replace(lr=lr), noise=noise))
 
 
 def _expanded(host_code: Callable[..., None], numbers: Tensor, scales: Tensor, out: Tensor) -> None:

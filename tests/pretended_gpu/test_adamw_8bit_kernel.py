@@ -66,7 +66,7 @@ for numel, dtype, is_random, clips in cases:
         unit = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-21}[dtype]
         torch.testing.assert_close(of_kernel, tensors[0], rtol=unit, atol=1e-8, equal_nan=True)
         if dtype.itemsize == 2:
-            assert (of_kernel.nan_to_num() != tensors[0].nan_to_num()).float().mean() < 2e-3
+            assert (of_kernel.nan_to_num() != tensors[0].nan_to_num()).sum() <= numel / 500
 
 # Codes at all midpoints, and at their neighbors.
 for code, bins, shift in zip(rule._codes, tables[1].cpu().split([2**15, 2**16]), (kernel.SIGNED_SHIFT, kernel.UNSIGNED_SHIFT)):
