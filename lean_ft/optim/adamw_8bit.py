@@ -8,10 +8,11 @@ parameter. Paged state is in CUDA managed memory, which the driver moves to the 
 that it lacks (update clipping, stochastic rounding) have a Triton kernel, `adamw_8bit_kernel`. On other devices, and
 without Triton, the update runs over slices of whole blocks and never copies a large tensor to float32.
 
-The sliced update and the Triton kernel differ from bitsandbytes in two ways. They never round a second moment to zero: one that is 6e6 times
-smaller than its block's largest would become zero, and the first moment, which is still there, would be divided by eps
-alone, an update 100 times too large. And they always pick the nearest code; bitsandbytes on a CPU looks codes up with a
-resolution of 3e-5 of the block's largest. bitsandbytes' CUDA kernel does round second moments to zero.
+The sliced update and the Triton kernel differ from bitsandbytes in two ways. They never round a second moment to zero:
+one that is 6e6 times smaller than its block's largest would become zero, and the first moment, which is still there,
+would be divided by eps alone, an update 100 times too large. bitsandbytes' CUDA kernel does round second moments to
+zero. And they always pick the nearest code; bitsandbytes on a CPU looks codes up with a resolution of 3e-5 of the
+block's largest.
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ class AdamW8bit(AdamW):
         for state in states:
             if state.device_type == "cuda" and not (self.update_clipping or self.draws_noise):
                 self._update_by_bitsandbytes(state, step)
-            elif _has_kernel(state):
+            elif _runs_triton(state):
                 self._update_by_kernel(state, step)
             else:
                 self.update_in_slices(state, step)
@@ -136,8 +137,8 @@ class AdamW8bit(AdamW):
             here.wait_stream(theirs)
 
 
-def _has_kernel(state: ParameterState) -> bool:
-    """Whether the Triton kernel runs: on a GPU since Ampere."""
+def _runs_triton(state: ParameterState) -> bool:
+    """Whether the Triton kernel updates a parameter: on a GPU of compute capability 8.0 or higher."""
     if state.device_type != "cuda" or not (HAS_TRITON or not state.param.is_cuda):
         return False
     return state.param.dtype != torch.float64 and capability(state.param.device) >= (8, 0)

@@ -131,8 +131,10 @@ class RoundingNoise:
 
 
 def shard_seed(state: ParameterState, step: StepInfo) -> int | None:
-    """The seed of this rank's random bits, to which a parameter's index is added; None: round to nearest. Each shard has
-    different bits, and replicas of a shard have the same bits."""
+    """The seed of this rank's random bits, to which a parameter's index is added; None: round to nearest.
+
+    Each shard has different bits, and replicas of a shard have the same bits.
+    """
     return None if step.noise_seed is None else step.noise_seed + 2**16 * state.ranks.shard
 
 

@@ -56,7 +56,9 @@ def planned_update(settings: dict[str, Any], card: str) -> tuple[int, float]:
         before, launches = trace.memory.live_bytes, trace.time.spent.num_launches
         trace.memory.peak.bytes_by_label.clear()
         trace.memory._peak_bytes = before
-        state.rule.update([state], StepInfo(lr=1e-3, number=1, noise_seed=1 if settings.get("stochastic_rounding") else None))
+        state.rule.update(
+            [state], StepInfo(lr=1e-3, number=1, noise_seed=1 if settings.get("stochastic_rounding") else None)
+        )
     torch._dynamo.reset()
     assert isinstance(state, ParameterState)
     return trace.memory._peak_bytes - before, trace.time.spent.num_launches - launches

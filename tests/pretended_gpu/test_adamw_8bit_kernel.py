@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from lean_ft.optim.rule import StepInfo
 from tests.optim.tiny_training import build
 from tests.pretended_gpu.cards import triton_environment
 from tests.pretended_gpu.counters import counters
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from kernel_instructions import measure_updates
 
 # Against the sliced update on the CPU, which gets the kernel's random bits, and has tests of its own.
 UPDATES = """
@@ -106,3 +111,13 @@ def test_an_update_is_one_launch_and_takes_no_workspace(compile: bool) -> None:
     state.rule.update([state], StepInfo(lr=1e-3, number=2, noise_seed=2))
     assert counters()["kernels"] - launches == 1
     assert torch.cuda.max_memory_allocated() == allocated
+
+
+@pytest.mark.long
+@pytest.mark.simulated
+@pytest.mark.cards("H100")
+def test_an_update_takes_few_instructions_and_spills_no_register() -> None:
+    for update in measure_updates():
+        for capability, found in update["architectures"].items():
+            assert found["spilled_bytes"] == 0 and found["shared_bytes"] <= 99 * 1024
+            assert found["instructions"] <= (65 if capability == "120" else 60), (update["label"], capability, found)
