@@ -12,7 +12,6 @@ with the sliced update. Imported only with Triton and a GPU.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -68,9 +67,8 @@ def update(
         keys: two int32 that select the random bits which round a bfloat16 weight; None: round to nearest.
     """
     weight = tensors[0]
-    launch: Any = _update
     ratio = step.correction1 / step.root_correction2
-    launch[(triton.cdiv(len(weight), 256 * BLOCKS),)](
+    _update[(triton.cdiv(len(weight), 256 * BLOCKS),)](  # pyright: ignore[reportIndexIssue]
         *(*tensors, *tables, len(weight)),
         *(step.lr, step.weight_decay, step.beta1, step.one_minus_beta1, step.beta2, step.one_minus_beta2),
         *(ratio, step.correction1 * step.eps, *(keys or (0, 0))),

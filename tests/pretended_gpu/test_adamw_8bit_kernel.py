@@ -27,6 +27,7 @@ from lean_ft.optim.rule import ParameterState, StepInfo
 from tests.optim.hashed_noise import HashedNoise
 
 device = torch.get_default_device()
+torch.set_default_device("cpu")
 exact = device.type == "cpu"  # a GPU fuses multiplications with additions
 cases = [(4096, torch.bfloat16, True, False), (2048 + 777, torch.bfloat16, True, True), (255, torch.bfloat16, False, False)]
 cases += [(2048, torch.float32, False, True), (1000, torch.float16, False, False)]
@@ -35,13 +36,13 @@ for numel, dtype, is_random, clips in cases:
     rule = AdamW8bit(
         paged=False, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, stochastic_rounding=is_random, compile=False, update_clipping=clips
     )
-    weight = torch.nn.Parameter(torch.randn(1, numel, device="cpu").to(dtype))
+    weight = torch.nn.Parameter(torch.randn(1, numel).to(dtype))
     weight.grad = torch.zeros_like(weight)
     state = ParameterState("weight", weight, 0, rule, tensors=rule.init_state(weight))
     tables = kernel.code_tables(*rule._codes, device)
     for number in (1, 2, 3, 4):
         # Gradients of many magnitudes within a block; in the third step, one block has none.
-        weight.grad.copy_(torch.randn(numel, device="cpu") * 10 ** (-5 * torch.rand(numel, device="cpu")))
+        weight.grad.copy_(torch.randn(numel) * 10 ** (-5 * torch.rand(numel)))
         if number == 3:
             weight.grad[:, :256] = 0
             for tensor in state.tensors.values():
@@ -77,7 +78,7 @@ for numel, dtype, is_random, clips in cases:
 for code, bins, shift in zip(rule._codes, tables[1].cpu().split([2**15, 2**16]), (kernel.SIGNED_SHIFT, kernel.UNSIGNED_SHIFT)):
     midpoints = code.tables(torch.device("cpu"))[1][:-1]
     near = torch.cat([midpoints, midpoints.nextafter(torch.tensor(2.0)), midpoints.nextafter(torch.tensor(-2.0))])
-    small = 10 ** (-40 * torch.rand(100_000, device="cpu"))
+    small = 10 ** (-40 * torch.rand(100_000))
     numbers = torch.cat([near, small, torch.tensor([0.0, 1.0, 1.0 + 2**-23, 1e-45])])
     if code.signed:
         numbers = torch.cat([numbers, -numbers])
