@@ -97,7 +97,7 @@ class AdamW8bit(AdamW):
             keys = None if seed is None else noise_keys(seed + state.index)
             kernel.update([weight, grad, *moments], self._tables[weight.device], scalars, keys)
 
-        as_kernel("adamw_8bit", launch, [weight, grad, *moments])
+        as_kernel("adamw_8bit", launch, [*2 * [weight, *moments], grad])  # read and written; read
 
     def _update_by_bitsandbytes(self, state: ParameterState, step: StepInfo) -> None:
         if not state.param.is_cuda:
