@@ -57,6 +57,7 @@ BENCHMARKS = (
     "pretended_torchtune",
     "pretended_updates",
     "kernel_resources",
+    "kernel_instructions",
     "mixture_traffic",
     "gpu_presets",
     "gpu_kernels",

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.float8_product import float8_backward, float8_forward
-from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.models.layers import is_on_cuda
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
 from lean_ft.system.shards import part_of, whole_numel
+from lean_ft.system.triton_compiler import HAS_TRITON
 
 NF4_BLOCK = 64  # values that share a scale
 NF4_SCALE_BLOCK = 256  # scales that share a scale

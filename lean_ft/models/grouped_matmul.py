@@ -9,11 +9,8 @@ Shapes: M rows of all groups, G groups, K and N features.
 """
 
 import math
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 
@@ -23,11 +20,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lean_ft.system.costs import Arithmetic, Cost, Launched, register_cost
+from lean_ft.system.triton_compiler import HAS_TRITON
 
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 _TILE = (128, 256)  # rows and columns of PyTorch's grouped kernel on Hopper, in the kernel's name
-_COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton looks for one
-HAS_TRITON = _COMPILER is not None and find_spec("triton") is not None
 
 
 @torch.library.custom_op("lean_ft::grouped_matmul", mutates_args=())

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from lean_ft.models.config import MixtureConfig
 from lean_ft.models.frozen_weight import TENSORS, Form, Frozen
-from lean_ft.models.grouped_matmul import HAS_TRITON, add_grouped_matmul, grouped_matmul, grouped_outer
+from lean_ft.models.grouped_matmul import add_grouped_matmul, grouped_matmul, grouped_outer
 from lean_ft.models.layers import ACTIVATIONS, is_on_cuda
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
+from lean_ft.system.triton_compiler import HAS_TRITON
 
 FormulaArguments = tuple[
     str, bool, bool, float, float, float | None, bool

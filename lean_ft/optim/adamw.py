@@ -61,8 +61,8 @@ class AdamWSettings(TypedDict, total=False):
     update_clipping: bool
 
 
-class _Scalars(NamedTuple):
-    """The numbers of a step that `_update_slice` takes: 0-d tensors where it is compiled."""
+class Scalars(NamedTuple):
+    """The numbers of an update: 0-d tensors where it is compiled. With update clipping, `lr` is always a tensor."""
 
     lr: float | Tensor
     eps: float | Tensor
@@ -139,17 +139,23 @@ class AdamW(Rule):
         )
 
     def update_in_slices(self, state: ParameterState, step: StepInfo) -> None:
-        weight, grad, *kept = (flat(tensor) for tensor in (state.param, state.grad, *state.tensors.values()))
+        tensors = [flat(tensor) for tensor in (state.param, state.grad, *state.tensors.values())]
+        noise = RoundingNoise.for_update(state, step)
+        self._update_slices(state.device_type, tensors, *self.scalars(state, step, tensors[1:]), noise=noise)
+
+    def scalars(self, state: ParameterState, step: StepInfo, tensors: Sequence[Tensor]) -> Scalars:
+        """The numbers of an update. tensors: the flat gradient and state."""
         correction2 = 1 - self.beta2**step.number
         lr: float | Tensor = step.lr
         if self.update_clipping:
+            grad, *kept = tensors
             ratios = torch.zeros((), device=grad.device)
             second = kept[len(kept) // 2 :]
             self._add_ratios(
                 state.device_type, [grad, *second], ratios, self.beta2, 1 - self.beta2, correction2, self.eps**2
             )
             lr = step.lr / (state.sum(ratios) / whole_numel(state.whole)).sqrt().clamp(min=1.0)
-        scalars = _Scalars(
+        return Scalars(
             lr=lr,
             eps=self.eps,
             weight_decay=decay_of(state, self.weight_decay),
@@ -160,8 +166,6 @@ class AdamW(Rule):
             one_minus_beta2=1 - self.beta2,
             root_correction2=correction2**0.5,
         )
-        noise = RoundingNoise.for_update(state, step)
-        self._update_slices(state.device_type, [weight, grad, *kept], *scalars, noise=noise)
 
     def _add_ratios_of_slice(
         self,
@@ -181,7 +185,7 @@ class AdamW(Rule):
         ratios.add_(square.div_(v_hat.clamp_(min=eps_squared)).sum(-1).sum())
 
     def _update_slice(self, tensors: list[Tensor], noise: Tensor | None, *scalars: float | Tensor) -> None:
-        step = _Scalars(*scalars)
+        step = Scalars(*scalars)
         weight, grad, *kept = tensors
         first, second = kept[: len(kept) // 2], kept[len(kept) // 2 :]
         # In place on intermediates, since eager calls are bound by memory traffic; in one shape, since Inductor makes a

@@ -3,15 +3,16 @@
 The state has bitsandbytes' format: per moment, one uint8 code per parameter and one float32 scale (the largest
 magnitude) per block of 256, 2.03 bytes per parameter for both.
 
-On CUDA, bitsandbytes' kernel does the update. Its `step()` is not used, because it waits for the device at each
-parameter. Paged state is in CUDA managed memory, which the driver moves to the host if the GPU is full. On other
-devices, and for features that the kernel lacks (update clipping, stochastic rounding), the update runs over slices of
-whole blocks and never copies a large tensor to float32.
+On CUDA, bitsandbytes' kernel does the plain update. Its `step()` is not used, because it waits for the device at each
+parameter. Paged state is in CUDA managed memory, which the driver moves to the host if the GPU is full. The features
+that it lacks (update clipping, stochastic rounding) have a Triton kernel, `adamw_8bit_kernel`. On other devices, and
+without Triton, the update runs over slices of whole blocks and never copies a large tensor to float32.
 
-The sliced update differs from bitsandbytes in two ways. It never rounds a second moment to zero: one that is 6e6 times
-smaller than its block's largest would become zero, and the first moment, which is still there, would be divided by eps
-alone, an update 100 times too large. And it always picks the nearest code; bitsandbytes on a CPU looks codes up with a
-resolution of 3e-5 of the block's largest. The CUDA kernel does round second moments to zero.
+The sliced update and the Triton kernel differ from bitsandbytes in two ways. They never round a second moment to zero:
+one that is 6e6 times smaller than its block's largest would become zero, and the first moment, which is still there,
+would be divided by eps alone, an update 100 times too large. bitsandbytes' CUDA kernel does round second moments to
+zero. And they always pick the nearest code; bitsandbytes on a CPU looks codes up with a resolution of 3e-5 of the
+block's largest.
 """
 
 from collections.abc import Sequence
@@ -23,10 +24,14 @@ from torch import Tensor
 from lean_ft.optim.adamw import AdamW, AdamWSettings, Moment
 from lean_ft.optim.dynamic_code import DynamicCode
 from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
+from lean_ft.optim.slices import flat, shard_seed
+from lean_ft.system.triton_compiler import HAS_TRITON
+from lean_ft.system.world import as_kernel, capability
 
 BLOCK = 256  # elements that share a scale; a constant, because Dynamo would turn an attribute into a variable
 # Of the compiled slices: 3,907 for the 32 elements of a thread, counted in the code for sm_90 by Triton 3.7.1.
 COMPILED_INSTRUCTIONS = 122
+_KERNEL_INSTRUCTIONS = 60  # of the Triton kernel, counted likewise by benchmarks/kernel_instructions.py
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
 
 
@@ -64,22 +69,43 @@ class Moment8bit(Moment):
 
 
 class AdamW8bit(AdamW):
-    """AdamW over 8-bit moments, updated by bitsandbytes' kernel on a GPU where possible."""
+    """AdamW over 8-bit moments, updated by a kernel on a GPU."""
 
     def __init__(self, *, paged: bool, **settings: Unpack[AdamWSettings]) -> None:
         self._codes = DynamicCode(signed=True), DynamicCode(signed=False)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of the Triton kernel
         first, second = (Moment8bit(code, paged=paged) for code in self._codes)
         super().__init__(moments=(first, second), **settings)
 
     def instructions(self, state: ParameterState) -> int:
-        return COMPILED_INSTRUCTIONS if self.update_clipping or self.draws_noise else 0
+        if not (self.update_clipping or self.draws_noise):
+            return 0
+        return _KERNEL_INSTRUCTIONS if _runs_triton(state) else COMPILED_INSTRUCTIONS
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
         for state in states:
             if state.device_type == "cuda" and not (self.update_clipping or self.draws_noise):
                 self._update_by_bitsandbytes(state, step)
+            elif _runs_triton(state):
+                self._update_by_kernel(state, step)
             else:
                 self.update_in_slices(state, step)
+
+    def _update_by_kernel(self, state: ParameterState, step: StepInfo) -> None:
+        weight, grad, *moments = (flat(tensor) for tensor in (state.param, state.grad, *state.tensors.values()))
+        scalars, seed = self.scalars(state, step, [grad, *moments]), shard_seed(state, step)
+
+        def launch() -> None:
+            if not weight.is_cuda:
+                return  # planned for a GPU
+            from lean_ft.optim import adamw_8bit_kernel as kernel
+
+            if weight.device not in self._tables:
+                self._tables[weight.device] = kernel.code_tables(*self._codes, weight.device)
+            keys = None if seed is None else noise_keys(seed + state.index)
+            kernel.update([weight, grad, *moments], self._tables[weight.device], scalars, keys)
+
+        as_kernel("adamw_8bit", launch, [*2 * [weight, *moments], grad])  # read and written; read
 
     def _update_by_bitsandbytes(self, state: ParameterState, step: StepInfo) -> None:
         if not state.param.is_cuda:
@@ -117,3 +143,20 @@ class AdamW8bit(AdamW):
         )
         if here != theirs:
             here.wait_stream(theirs)
+
+
+def _runs_triton(state: ParameterState) -> bool:
+    """Whether the Triton kernel updates a parameter: on a GPU of compute capability 8.0 or higher."""
+    if state.device_type != "cuda" or not (HAS_TRITON or not state.param.is_cuda):
+        return False
+    return state.param.dtype != torch.float64 and capability(state.param.device) >= (8, 0)
+
+
+def noise_keys(seed: int) -> tuple[int, int]:
+    """Two int32 for the Triton kernel's random bits: a step of SplitMix64 (Steele et al. 2014), so that neighboring
+    seeds have unrelated keys."""
+    word = (seed + 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+    high, low = divmod(word ^ word >> 31, 2**32)
+    return low - 2**31, high - 2**31

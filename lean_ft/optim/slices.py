@@ -120,16 +120,22 @@ class RoundingNoise:
 
     @classmethod
     def for_update(cls, state: ParameterState, step: StepInfo) -> "RoundingNoise | None":
-        if step.noise_seed is None:
-            return None
-        # Each shard has different noise; replicas of a shard have the same noise.
-        return cls(state.param.device, step.noise_seed + 2**16 * state.ranks.shard, state.index)
+        seed = shard_seed(state, step)
+        return None if seed is None else cls(state.param.device, seed, state.index)
 
     def draw(self, num_elements: int) -> Tensor:
         """int16 (num_elements,), all bits random."""
         # One 64-bit draw serves four elements, because the generator takes most of the time.
         words = torch.empty((num_elements + 3) // 4, dtype=torch.int64, device=self._device)
         return words.random_(-(2**63), None, generator=self._generator).view(torch.int16)[:num_elements].data
+
+
+def shard_seed(state: ParameterState, step: StepInfo) -> int | None:
+    """The seed of this rank's random bits, to which a parameter's index is added; None: round to nearest.
+
+    Each shard has different bits, and replicas of a shard have the same bits.
+    """
+    return None if step.noise_seed is None else step.noise_seed + 2**16 * state.ranks.shard
 
 
 def store(target: Tensor, value: Tensor, noise: Tensor | None) -> None:

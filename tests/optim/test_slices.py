@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from lean_ft.optim.adamw_8bit import noise_keys
 from lean_ft.optim.build import MATRIX_RULES
 from lean_ft.optim.slices import RoundingNoise, store
+from tests.optim.hashed_noise import HashedNoise
 from tests.optim.tiny_training import CONFIGS
 
+Draw = Callable[..., torch.Tensor]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,12 +22,21 @@ def noise(num_elements: int, seed: int = 0, index: int = 0) -> torch.Tensor:
     return RoundingNoise(torch.device("cpu"), seed, index).draw(num_elements)
 
 
+def hashed_noise(num_elements: int, seed: int = 0, index: int = 0) -> torch.Tensor:
+    """As the Triton kernel of 8-bit AdamW draws it."""
+    return HashedNoise(noise_keys(seed + index)).draw(num_elements)
+
+
+DRAWS = pytest.mark.parametrize("draw", [noise, hashed_noise])
+
+
+@DRAWS
 @pytest.mark.parametrize("value", [1.0 + 2**-9, -1.0 - 3 * 2**-10, 1e-3, 3e-39, -2e30])
-def test_rounding_goes_to_a_neighbour_and_is_unbiased(value: float) -> None:
+def test_rounding_goes_to_a_neighbour_and_is_unbiased(value: float, draw: Draw) -> None:
     n = 400_000
     rounded = torch.empty(n, dtype=torch.bfloat16)
     exact = torch.full((n,), value)
-    store(rounded, exact, noise(n))
+    store(rounded, exact, draw(n))
     found = rounded.double().unique()
     low, high = found.min(), found.max()
     assert len(found) == 2 and low < exact[0].double() < high
@@ -40,11 +53,21 @@ def test_rounding_leaves_exact_values_infinities_and_nan_as_they_are() -> None:
     torch.testing.assert_close(rounded.float(), values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_noise_is_the_same_for_a_seed_and_differs_between_parameters() -> None:
-    assert torch.equal(noise(1001, 3, 1), noise(1001, 3, 1))
-    assert (noise(1001, 3, 1) == noise(1001, 3, 2)).float().mean() < 0.01
-    bits = (noise(40_000)[:, None].int() >> torch.arange(16)) & 1
+@DRAWS
+def test_noise_is_the_same_for_a_seed_and_differs_between_parameters(draw: Draw) -> None:
+    assert torch.equal(draw(1001, 3, 1), draw(1001, 3, 1))
+    assert (draw(1001, 3, 1) == draw(1001, 3, 2)).float().mean() < 0.01
+    bits = (draw(40_000)[:, None].int() >> torch.arange(16)) & 1
     assert (bits.float().mean(0) - 0.5).abs().max() < 0.02  # each of the 16
+
+
+@DRAWS
+def test_noise_of_neighbours_and_of_other_updates_is_independent(draw: Draw) -> None:
+    """Correlations of n independent numbers have a standard deviation of n ** -0.5, here 0.002."""
+    n = 2**18
+    first, *others = (draw(n + 2, seed, index).double() for seed, index in ((0, 0), (0, 1), (1, 0), (2**16, 0)))
+    for other in (first[1:], first[2:], *others):
+        assert torch.corrcoef(torch.stack([first[:n], other[:n]]))[0, 1].abs() < 0.01
 
 
 # Rules that update element by element; the others need a whole matrix.

@@ -1,5 +1,7 @@
 """Planned memory of optimizer updates on a GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -14,10 +16,30 @@ from tests.optim.tiny_training import build
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_4bit", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_4bit", "sgd"])
 def test_a_compiled_update_holds_a_slice_and_not_the_tensor(name: str):
     """For 2**28 elements, noise for all would take 0.5 GiB, and a float32 copy 1 GiB."""
-    trace = Trace(DEVICES["A100 80GB"])
+    workspace_bytes, _ = planned_update({"name": name, "stochastic_rounding": True}, "A100 80GB")
+    assert 0 < workspace_bytes < 0.3 * 2**30
+
+
+def test_the_kernel_of_8_bit_adamw_takes_one_launch_and_no_workspace() -> None:
+    assert planned_update({"name": "adamw_8bit", "stochastic_rounding": True}, "A100 80GB") == (0, 1)
+
+
+@pytest.mark.long
+def test_update_clipping_takes_the_kernel_of_8_bit_adamw_after_its_sum() -> None:
+    settings = {"name": "adamw_8bit", "stochastic_rounding": True, "update_clipping": True}
+    (workspace_bytes, launches), (sliced_bytes, sliced_launches) = (
+        planned_update(settings, card)
+        for card in ("A100 80GB", "T4")  # the kernel needs compute capability 8.0
+    )
+    assert 1 < launches < sliced_launches and workspace_bytes < 2**20 < sliced_bytes
+
+
+def planned_update(settings: dict[str, Any], card: str) -> tuple[int, float]:
+    """Bytes of workspace and launches of one update of 2**28 elements."""
+    trace = Trace(DEVICES[card])
     planned = PlannedWorld(trace)
     torch._dynamo.reset()
     with (
@@ -29,12 +51,14 @@ def test_a_compiled_update_holds_a_slice_and_not_the_tensor(name: str):
     ):
         model = nn.Linear(2**14, 2**14, bias=False, dtype=torch.bfloat16)
         model.weight.grad = torch.empty_like(model.weight)
-        optimizer = build(model, {"name": name, "stochastic_rounding": True}, compile=True)
+        optimizer = build(model, settings, compile=True)
         (state,) = optimizer.states
-        before = trace.memory.live_bytes
+        before, launches = trace.memory.live_bytes, trace.time.spent.num_launches
         trace.memory.peak.bytes_by_label.clear()
         trace.memory._peak_bytes = before
-        state.rule.update([state], StepInfo(lr=1e-3, number=1, noise_seed=1))
+        state.rule.update(
+            [state], StepInfo(lr=1e-3, number=1, noise_seed=1 if settings.get("stochastic_rounding") else None)
+        )
     torch._dynamo.reset()
     assert isinstance(state, ParameterState)
-    assert 0 < trace.memory._peak_bytes - before < 0.3 * 2**30
+    return trace.memory._peak_bytes - before, trace.time.spent.num_launches - launches

@@ -31,6 +31,9 @@ from lean_ft.models.state.convolution import _in_blocks, _in_blocks_backward, ca
 from lean_ft.models.state.decoding import Rates, Token
 from lean_ft.models.state.linear_attention import _by_chunks, _by_chunks_backward, linear_attention
 from lean_ft.models.state.state_mixer import log_decay_of
+from lean_ft.optim.adamw import Scalars
+from lean_ft.optim.adamw_8bit import AdamW8bit
+from tests.optim.hashed_noise import HashedNoise
 
 # Operations whose result shape depends on values, or whose host code reads values. Their host code does not run,
 # because an empty kernel has not written the values.
@@ -81,6 +84,7 @@ def install() -> None:
     from lean_ft.models import expand_kernel, expert_kernels, grouped_kernels  # these import Triton
     from lean_ft.models.attention import flash_kernels
     from lean_ft.models.state import convolution_kernels, decoding_kernels, linear_attention_kernels
+    from lean_ft.optim import adamw_8bit_kernel
 
     aten = torch.library.Library("aten", "IMPL")
     _libraries.append(aten)
@@ -106,6 +110,7 @@ def install() -> None:
         setattr(grouped_kernels, name, partial(_grouped_product, getattr(grouped_kernels, name)))
     expert_kernels.sum_rows = partial(_summed, expert_kernels.sum_rows)
     expand_kernel.expand = partial(_expanded, expand_kernel.expand)
+    adamw_8bit_kernel.update = partial(_updated, adamw_8bit_kernel.update)
     expert_kernels.activate = partial(_expert_activation, expert_kernels.activate)
     for kernels, name, values in (
         (flash_kernels, "attend", _attend),
@@ -185,6 +190,16 @@ def _summed(host_code: Callable[..., None], rows: Tensor, places: Tensor, out: T
     host_code(rows, places, out)
     target, *given = map(on_cpu, (out, rows, places))
     _compute(lambda: target.copy_(torch.nn.functional.embedding_bag(given[1], given[0], mode="sum")))
+
+
+def _updated(
+    host_code: Callable[..., None], tensors: Sequence[Tensor], tables: object, step: Scalars, keys: Any
+) -> None:
+    host_code(tensors, tables, step, keys)
+    unused: dict[str, Any] = {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0, "stochastic_rounding": False}
+    rule, noise = AdamW8bit(paged=False, compile=False, **unused), None if keys is None else HashedNoise(keys)
+    given, lr = list(map(on_cpu, tensors)), on_cpu(step.lr) if isinstance(step.lr, Tensor) else step.lr
+    _compute(lambda: rule._update_slices("cpu", given, *step._replace(lr=lr), noise=noise))
 
 
 def _expanded(host_code: Callable[..., None], numbers: Tensor, scales: Tensor, out: Tensor) -> None:

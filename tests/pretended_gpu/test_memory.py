@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lean_ft.optim.slices import GPU_COMPILED_SLICE
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -42,8 +40,7 @@ def steps(*arguments: str) -> dict:
     "arguments", [LEAN, ADAPTER, [*ADAPTER, "compile=true"]], ids=["full", "lora", "compiled lora"]
 )
 def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[str]) -> None:
-    """Allocated and reserved memory within 2 %, no update larger than the random bits of one slice, and few
-    launches."""
+    """Allocated and reserved memory within 2 %, small workspaces of updates, and few launches."""
     own = [f"model.path={write_model_folder('smollm2_360m', tmp_path / 'model')}", f"output_dir={tmp_path / 'run'}"]
     own += ["batch_size=1", "data.packing=bfd", "data.max_length=2048"]
     real, planned = steps(*arguments, *own), steps(*arguments, *own, "--plan")
@@ -57,8 +54,8 @@ def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[s
     assert 0.7 < real["launches"] / planned["predicted_launches"] < 1.25
     if arguments is LEAN:  # 32 layers; the 3B model's 28 layers need 3,035
         assert real["launches"] < 3500
-    # Without slices, the embedding's random bits take 3 times this bound; float32 copies of a slice take 7 times.
-    assert real["update_bytes"] < 1.1 * 2 * GPU_COMPILED_SLICE
+        assert real["update_bytes"] < 2**20  # of norms; in slices, random bits of the embedding take 32 MiB
+    assert real["update_bytes"] < 2**25
 
 
 @pytest.mark.cards("A100")

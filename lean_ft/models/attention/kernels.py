@@ -12,7 +12,7 @@ import torch
 import torch.nn.attention as torch_attention
 from torch import Tensor
 
-from lean_ft.models.grouped_matmul import HAS_TRITON
+from lean_ft.system.triton_compiler import HAS_TRITON
 from lean_ft.system.units import counted
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.cache import StateCache
-from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.models.layers import is_on_cuda
 from lean_ft.models.state.forms import MOST_TAPS, is_a_size
 from lean_ft.system.costs import register_cost
+from lean_ft.system.triton_compiler import HAS_TRITON
 
 
 class Token(NamedTuple):

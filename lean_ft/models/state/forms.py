@@ -6,8 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lean_ft.models.grouped_matmul import HAS_TRITON
 from lean_ft.system.log import say
+from lean_ft.system.triton_compiler import HAS_TRITON
 
 Form = Literal["kernels", "segments", "chunks"]
 """Of linear attention: Triton kernels; PyTorch operations on all chunks of a segment; or chunk by chunk, on a CPU."""
