@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.config import DecoderConfig, LayerConfig
+from lean_ft.models.projections import project
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
 from lean_ft.system.world import as_kernel, device_type
@@ -287,7 +288,7 @@ class MLP(nn.Module):
         if not self.has_gate:
             up = self.up_proj(x)
             return self.down_proj(self.act_fn(up) if self.activation == "xielu" else _activated(up, self.activation))
-        gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else project(x, self.gate_proj, self.up_proj)
         return self.down_proj(self.inner(gate, up))
 
     def inner(self, gate: Tensor, up: Tensor) -> Tensor:
