@@ -76,6 +76,10 @@ class Rule:
         """Update the parameters and their states in place."""
         raise NotImplementedError
 
+    def joint_groups(self, states: Sequence[ParameterState]) -> list[list[ParameterState]]:
+        """The parameters that `update` updates in the same launches; by default, each alone."""
+        return [[state] for state in states]
+
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into the state in place, so that resuming takes no additional memory."""
         if tensors.keys() != state.tensors.keys():

@@ -34,7 +34,8 @@ def joint_low_rank_linears(
     factors: Sequence[tuple[Tensor, Tensor]],
     scaling: float,
 ) -> tuple[Tensor, ...]:
-    """`low_rank_linear` of every layer without dropout: (..., O) each, from x (..., I) and the layers' (A, B).
+    """`low_rank_linear` of every layer without dropout, from x (..., I) and the layers' (A, B): (..., O) each, or with
+    NF4 weights all side by side in one tensor (..., sum of O).
 
     The weights are all plain or all NF4, and the factors have one dtype.
     """
@@ -113,7 +114,7 @@ class _JointLowRankLinears(torch.autograd.Function):
         inner = rows @ scaled.T  # (N, sum of R)
         if len(narrow) < number:
             dense, bias = side_by_side(frozen, x.dtype), _joint_bias(biases, heights, rows)
-            results = sum_of_products(rows, dense.T, bias, inner, narrow[0].T).split(heights, 1)
+            results = [sum_of_products(rows, dense.T, bias, inner, narrow[0].T)]
         else:
             each = zip(_weights(frozen, x.dtype), biases, inner.split(_ranks(a), 1), narrow, strict=True)
             results = [sum_of_products(rows, weight.T, bias, part, factor.T) for weight, bias, part, factor in each]
@@ -126,20 +127,16 @@ class _JointLowRankLinears(torch.autograd.Function):
         x, inner, *tensors = ctx.saved_tensors
         number, rows = len(ctx.forms), x.flatten(0, -2)
         a, b, stored = tensors[:number], tensors[number : 2 * number], tensors[2 * number :]
-        frozen, grads_y = _frozen(ctx.forms, stored), [grad.flatten(0, -2) for grad in grads]  # (N, O) each
+        frozen, lefts = _frozen(ctx.forms, stored), [grad.flatten(0, -2) for grad in grads]  # (N, O) each
         thin, scaled = _factors(a, [factor * ctx.scaling for factor in b], x.dtype, _on_diagonal(frozen, a))
-        lefts, joins = grads_y, len(scaled) < number and number > 2
-        if joins:  # the gradients of attention's projections are narrow, so that a copy costs less than launches
-            lefts = [torch.cat(grads_y, 1)]
-        elif len(scaled) < number:
-            heights, ranks = [form.shape[0] for form in ctx.forms], _ranks(a)
-            scaled = [r.split(ranks, 1)[i] for i, r in enumerate(scaled[0].split(heights))]
         grad_inner = thin_products(lefts, scaled)  # (N, sum of R)
-        parts = inner.split(_ranks(a), 1)
-        grads_b = [product_in(g.T, part, factor.dtype) for g, part, factor in zip(grads_y, parts, b, strict=True)]
+        grads_y = lefts if len(lefts) == number else lefts[0].split([form.shape[0] for form in ctx.forms], 1)
+        each = zip(grads_y, inner.split(_ranks(a), 1), b, strict=True)
+        grads_b = [product_in(grad_y.T, part, factor.dtype) for grad_y, part, factor in each]
         grads_a = product_in(grad_inner.T, rows, a[0].dtype).split(_ranks(a))
         grad_x = None
         if ctx.needs_input_grad[0]:
+            joins = len(lefts) < number
             weights = [side_by_side(frozen, x.dtype, again=True)] if joins else _weights(frozen, x.dtype, again=True)
             grad_x = sum_of_many_products([*lefts, grad_inner], [*weights, thin]).view(x.shape)
         return grad_x, None, None, *grads_a, *grads_b, *(None for _ in range(number + len(stored)))

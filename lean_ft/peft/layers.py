@@ -87,6 +87,10 @@ class AdaptedLayer(nn.Module):
         weight: Any = self.base_layer.weight
         return as_frozen(weight, in_float8=self.in_float8)
 
+    @property
+    def out_features(self) -> int:
+        return self.lora_B.shape[0]
+
     def linear_weight(self) -> Tensor:
         """The frozen weight as a linear map (O, I)."""
         weight = self.frozen.whole()
@@ -165,19 +169,23 @@ class LoRALinear(AdaptedLayer):
         return scaled if bias is None else scaled + bias
 
     @staticmethod
-    def joint_forward(layers: "Sequence[LoRALinear]", x: Tensor) -> tuple[Tensor, ...] | None:
-        """The outputs of layers with the same input on a GPU, where few launches matter; None where they have no joint
-        form: with dropout, DoRA, products in float8, other quantized weights than NF4, or factors that differ."""
+    def joint_forward(layers: "Sequence[LoRALinear]", x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of layers with the same input on a GPU, where few launches matter, in one tensor or each.
+
+        Empty where they have no joint form: with dropout, DoRA, products in float8, quantized weights other than NF4, or
+        factors that differ.
+        """
         frozen, factors = [layer.frozen for layer in layers], [layer.factors() for layer in layers]
-        is_joint = len(layers) > 1 and is_on_cuda(x) and all(layer.is_on for layer in layers)
+        if len(layers) < 2 or not is_on_cuda(x) or not all(layer.is_on for layer in layers):
+            return ()
         is_plain = all(form.kind == "plain" for form, _ in frozen) or expands_together(frozen)
-        if not is_joint or not is_plain or any(form.in_float8 for form, _ in frozen):
-            return None
+        if not is_plain or any(form.in_float8 for form, _ in frozen):
+            return ()
         drops = layers[0].training and torch.is_grad_enabled()
         if any(layer.lora_magnitude_vector is not None or (drops and layer.shape.dropout) for layer in layers):
-            return None
+            return ()
         if len({(layer.shape.scaling, layer.lora_A.dtype) for layer in layers}) > 1:
-            return None
+            return ()
         biases: list[Tensor | None] = [layer.base_layer.bias for layer in layers]  # pyright: ignore[reportAssignmentType]
         return joint_low_rank_linears(x, frozen, biases, factors, layers[0].shape.scaling)
 

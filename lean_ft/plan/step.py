@@ -12,6 +12,7 @@ from lean_ft.optim.rule import ParameterState
 from lean_ft.plan.devices import Kernel
 from lean_ft.plan.labels import GRADIENTS, WORKSPACE
 from lean_ft.plan.online import rehearse_round
+from lean_ft.plan.result import Launches
 from lean_ft.plan.time import short_name
 from lean_ft.plan.trace import Trace
 from lean_ft.settings import OnlineConfig
@@ -66,11 +67,16 @@ class PlannedStep(Observer):
         self._trace.memory.enter(WORKSPACE, "backward, at its start")
 
     def update(self, optimizer: Optimizer, states: Sequence[ParameterState]) -> None:
-        """Rehearse the update of the first parameter of each shape and dtype, and charge the launches and the time of
-        all.
+        """Rehearse the update of parameters that are updated together, and of the others the first one of each shape
+        and dtype, and charge the launches and the time of all.
 
         The time is that of memory traffic: gradients are read, states and weights are read and written.
         """
+        groups = optimizer.joint_groups(states)
+        for group in groups:
+            if len(group) > 1:
+                self._update_jointly(optimizer, group)
+        states = [group[0] for group in groups if len(group) == 1]
         time = self._trace.time
         new = {(state.param.shape, state.param.dtype): state for state in states}
         new = {kind: state for kind, state in new.items() if kind not in self._update_launches}
@@ -93,6 +99,19 @@ class PlannedStep(Observer):
             moved = 2 * sum(t.nbytes for t in kept) + state.grad.nbytes
             kernel = Kernel(0.0, moved, number=self._update_launches[state.param.shape, state.param.dtype])
             self._trace.spend(time.launches(kernel), "optimizer step", short_name(state.name.rpartition(".")[0]))
+
+    def _update_jointly(self, optimizer: Optimizer, group: list[ParameterState]) -> None:
+        time = self._trace.time
+        with self._trace.memory.labelled(WORKSPACE, f"optimizer step of {group[0].name} and others"):
+            spent = time.spent.copy()
+            optimizer.apply_rules(group)  # also joins the state
+            time.spent, spent = spent, spent.copy()
+            optimizer.apply_rules(group)
+        total = Launches()
+        for place, launches in time.spent.ledger.items():
+            total = total.plus(launches.plus(spent.ledger.get(place, Launches()), -1))
+        time.spent = spent
+        self._trace.spend(total, "optimizer step", "small parameters")
 
     def sample(self, rounds: Rounds, cfg: OnlineConfig, answer: Callable[..., Any], fill: Callable[[], None]) -> None:
         if cfg.generation.engine == "own":  # others have their own devices
