@@ -189,7 +189,7 @@ class Optimizer:
             (state.tensors, name)
             for state in self.states
             for name, tensor in state.tensors.items()
-            if tensor.nbytes >= SMALLEST_BYTES
+            if tensor.untyped_storage().nbytes() >= SMALLEST_BYTES  # also a small part of the vector of many parameters
         ]
         for tensors, name in moved:
             tensors[name] = link.host_copy(tensors[name])

@@ -172,8 +172,8 @@ class LoRALinear(AdaptedLayer):
     def joint_forward(layers: "Sequence[LoRALinear]", x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of layers with the same input on a GPU, where few launches matter, in one tensor or each.
 
-        Empty where they have no joint form: with dropout, DoRA, products in float8, quantized weights other than NF4, or
-        factors that differ.
+        Empty where they have no joint form: with dropout, DoRA, products in float8, quantized weights other than NF4,
+        or factors that differ.
         """
         frozen, factors = [layer.frozen for layer in layers], [layer.factors() for layer in layers]
         if len(layers) < 2 or not is_on_cuda(x) or not all(layer.is_on for layer in layers):
