@@ -3,8 +3,8 @@
     python benchmarks/adapter_launches.py --before COMMIT
     python benchmarks/adapter_launches.py --before COMMIT --only llama3_2_3b --results-dir /tmp/results
 
-Each preset is planned on an H100, by the package of an earlier commit and by that of `--after`. The planned launches are those
-of PyTorch on a simulated GPU (`planned_launches.py` compares them).
+Each preset is planned on an H100, by the package of an earlier commit and by that of `--after`. The planned launches
+are those of PyTorch on a simulated GPU (`planned_launches.py` compares them).
 
 Writes `results/adapter_launches_<hardware>.json` after every row. Rows of the same two commits are kept.
 """
