@@ -69,7 +69,7 @@ def planned(preset: str, package: Path) -> dict[str, float]:
 def main(
     before: Annotated[str, typer.Option(help="Commit to compare with.")],
     after: Annotated[str, typer.Option(help="Commit that is compared.")] = "HEAD",
-    only: Annotated[str, typer.Option(help="Only presets whose name contains this text.")] = "",
+    only: Annotated[str, typer.Option(help="Only presets whose name contains one of these, comma-separated.")] = "",
     results_dir: Path = RESULTS,
 ) -> None:
     """Plan every preset by both packages, and print the table."""
@@ -78,7 +78,7 @@ def main(
     settings = {"card": CARD, "before": _commit(before), "after": _commit(after)}
     stored = json.loads(path.read_text()) if path.exists() else {"rows": [], "settings": None}
     known = {row["label"]: row for row in stored["rows"] if stored["settings"] == settings}
-    names = [name for name in presets_with_adapters() if only in name]
+    names = [name for name in presets_with_adapters() if any(part in name for part in only.split(","))]
     with tempfile.TemporaryDirectory(prefix="lean_ft_launches_") as folder:
         packages = {which: Path(folder) / which for which in ("before", "after")}
         for which, package in packages.items():

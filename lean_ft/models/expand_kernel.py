@@ -12,8 +12,6 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from lean_ft.models.frozen_weight import NF4_AT_ONCE, NF4_BLOCK
-
 _NUMBERS = 4096  # per program
 
 
@@ -42,21 +40,17 @@ def expand_nf4(
     scale_levels: Tensor,
     out: Tensor,
 ) -> None:
-    """Fill `out` with NF4 weights, one after the other, from pairs of 4 bits and the 8-bit scales of 64 numbers each,
-    which are decoded here: a level of `scale_levels` times the scale of 256 scales, plus the weight's mean scale."""
-    first = 0
-    for start in range(0, len(numbers), NF4_AT_ONCE):
-        weights = list(zip(numbers, scales, scale_scales, means, strict=True))[start : start + NF4_AT_ONCE]
-        parts, num_programs = [], 0
-        for weight in weights:
-            num_programs += triton.cdiv(weight[1].numel(), _NUMBERS // NF4_BLOCK)
-            parts += [*(tensor.contiguous() for tensor in weight), weight[1].numel(), num_programs]
-        parts += parts[-6:] * (NF4_AT_ONCE - len(weights))  # no program is left for these
-        target = out.view(-1)[first:]
-        launch: Any = _expand_nf4
-        # A fused multiply-add would round the scales differently from bitsandbytes.
-        launch[(num_programs,)](*parts, _nf4_levels(out.device), scale_levels, target, enable_fp_fusion=False)
-        first += sum(weight[1].numel() for weight in weights) * NF4_BLOCK
+    """Fill `out` with up to three NF4 weights, one after the other, from pairs of 4 bits and the 8-bit scales of 64
+    numbers each, which are decoded here: a level of `scale_levels` times the scale of 256 scales, plus the weight's
+    mean scale."""
+    parts, num_programs = [], 0
+    for weight in zip(numbers, scales, scale_scales, means, strict=True):
+        num_programs += triton.cdiv(weight[1].numel(), _NUMBERS // 64)
+        parts += [*(tensor.contiguous() for tensor in weight), weight[1].numel(), num_programs]
+    parts += parts[-6:] * (3 - len(numbers))  # no program is left for these
+    launch: Any = _expand_nf4
+    # A fused multiply-add would round the scales differently from bitsandbytes.
+    launch[(num_programs,)](*parts, _nf4_levels(out.device), scale_levels, out, enable_fp_fusion=False)
 
 
 @cache

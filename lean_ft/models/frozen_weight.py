@@ -210,14 +210,18 @@ def _expand_nf4(
 ) -> Tensor:
     """NF4 weights one after the other, flat."""
     dense = _empty_dense_nf4(numbers, scales, scale_scales, means, scale_levels, dtype)
-    if dense.is_cuda:
-        from lean_ft.models.expand_kernel import expand_nf4
-
-        expand_nf4(numbers, scales, scale_scales, means, scale_levels, dense)
+    sizes = [2 * pairs.numel() for pairs in numbers]
+    if not dense.is_cuda:
+        each = zip(numbers, scales, scale_scales, means, dense.split(sizes), strict=True)
+        for pairs, codes, scale_scale, mean, part in each:
+            decoded = _nf4_scales(codes, scale_scale, mean, scale_levels)
+            part.copy_(_expand_stepwise(pairs, decoded, dtype).view(-1))
         return dense
-    parts = dense.split([2 * pairs.numel() for pairs in numbers])
-    for pairs, part, *stored in zip(numbers, parts, scales, scale_scales, means, strict=True):
-        part.copy_(_expand_stepwise(pairs, _nf4_scales(*stored, scale_levels), dtype).view(-1))
+    from lean_ft.models.expand_kernel import expand_nf4
+
+    for first in range(0, len(sizes), NF4_AT_ONCE):
+        some, target = slice(first, first + NF4_AT_ONCE), dense[sum(sizes[:first]) :]
+        expand_nf4(numbers[some], scales[some], scale_scales[some], means[some], scale_levels, target)
     return dense
 
 

@@ -186,8 +186,9 @@ def _expanded_nf4(host_code: Callable[..., None], *args: Any) -> None:
     *stored, scale_levels, out = ([on_cpu(t) for t in x] if isinstance(x, Sequence) else on_cpu(x) for x in args)
 
     def values() -> None:
-        parts = out.view(-1).split([2 * numbers.numel() for numbers in stored[0]])
-        for part, numbers, *scales in zip(parts, *stored, strict=True):
+        first = 0
+        for numbers, *scales in zip(*stored, strict=True):
+            part, first = out[first:][: 2 * numbers.numel()], first + 2 * numbers.numel()
             part.copy_(_expand_stepwise(numbers, _nf4_scales(*scales, scale_levels), out.dtype).view(-1))
 
     _compute(values)
