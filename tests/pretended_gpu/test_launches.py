@@ -96,14 +96,15 @@ def test_an_adapters_update_takes_few_launches() -> None:
 def test_a_plan_counts_the_launches_of_a_compiled_model_with_adapters(
     preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers. The compiler makes a few kernels more than planned to put factors on a diagonal."""
+    """Of two layers. Products are counted exactly; the compiler makes a few kernels more than planned to put factors on
+    a diagonal, and attention fewer."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     planned_launches = importlib.import_module("planned_launches")
     monkeypatch.setattr(planned_launches, "NUM_LAYERS", 2)
     row = {"label": preset, "recipe": "finetune", "preset": preset, "compiled": True}
     found = planned_launches.run(row, "H100", 500, None)
     assert found["status"] == "ok", found["reason"]
-    assert found["planned"] == pytest.approx(found["counted"], rel=0.06) and found["host_waits"] == 0
+    assert found["planned"] == pytest.approx(found["counted"], rel=0.15) and found["host_waits"] == 0
 
 
 TUNED = """
