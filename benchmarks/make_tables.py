@@ -48,6 +48,7 @@ BENCHMARKS = (
     "planner_accuracy",
     "planned_distributed",
     "planned_launches",
+    "adapter_launches",
     "published_speed",
     "published_memory",
     "float8_curves",

@@ -50,6 +50,11 @@ PRIVATE_NAMES = {
     # Operators without a public function.
     "foreach_mul_": PrivateName("torch:_foreach_mul_", "scale all gradients in a few launches", "clip_grad_norm fails"),
     "foreach_norm": PrivateName("torch:_foreach_norm", "norms of many gradients in a few launches", "training fails"),
+    "foreach_copy_": PrivateName(
+        "torch:_foreach_copy_",
+        "copy the updated parameters of an adapter in a few launches",
+        "optimizer.name=adamw_8bit fails",
+    ),
     "fused_adamw_": PrivateName(
         "torch:ops.aten._fused_adamw_", "update many parameters in one launch", "optimizer.name=adamw fails"
     ),

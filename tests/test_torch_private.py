@@ -46,6 +46,12 @@ def _foreach_mul() -> bool:
     return all((tensor == 3).all() for tensor in tensors)
 
 
+def _foreach_copy() -> bool:
+    tensors = [torch.ones(2), torch.ones(3)]
+    torch_private.foreach_copy_(tensors, [torch.full((2,), 3.0), torch.full((3,), 3.0)])
+    return all((tensor == 3).all() for tensor in tensors)
+
+
 def _foreach_norm() -> bool:
     norms = torch_private.foreach_norm([torch.full((4,), 3.0).bfloat16(), torch.ones(9)], 2, dtype=torch.float32)
     return [norm.item() for norm in norms] == [6.0, 3.0]
@@ -240,6 +246,7 @@ def _budget() -> bool:
 
 USES = {
     "foreach_mul_": _foreach_mul,
+    "foreach_copy_": _foreach_copy,
     "foreach_norm": _foreach_norm,
     "fused_adamw_": _adamw_moves_against_the_gradient,
     "assert_on_device": _assert_on_device,

@@ -3,6 +3,7 @@
 Bits are equal to those of the operations in `frozen_weight`. Imported only with Triton and a GPU.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,27 @@ def expand(numbers: Tensor, scales: Tensor, out: Tensor) -> None:
         *(numbers.contiguous().view(torch.uint8), scales.contiguous(), levels, out, scales.numel(), width),
         *(kind, _NUMBERS // columns, columns),
     )
+
+
+def expand_nf4(
+    numbers: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    scale_scales: Sequence[Tensor],
+    means: Sequence[Tensor],
+    scale_levels: Tensor,
+    out: Tensor,
+) -> None:
+    """Fill `out` with up to three NF4 weights, one after the other, from pairs of 4 bits and the 8-bit scales of 64
+    numbers each, which are decoded here: a level of `scale_levels` times the scale of 256 scales, plus the weight's
+    mean scale."""
+    parts, num_programs = [], 0
+    for weight in zip(numbers, scales, scale_scales, means, strict=True):
+        num_programs += triton.cdiv(weight[1].numel(), _NUMBERS // 64)
+        parts += [*(tensor.contiguous() for tensor in weight), weight[1].numel(), num_programs]
+    parts += parts[-6:] * (3 - len(numbers))  # no program is left for these
+    launch: Any = _expand_nf4
+    # A fused multiply-add would round the scales differently from bitsandbytes.
+    launch[(num_programs,)](*parts, _nf4_levels(out.device), scale_levels, out, enable_fp_fusion=False)
 
 
 @cache
@@ -69,4 +91,42 @@ def _expand(
             values = tl.gather(table, bits, 1)
     places = out + group[:, None] * width + column[None, :]
     tl.store(places, (values * scale[:, None]).to(out.dtype.element_ty), mask=is_group[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _expand_nf4(
+    numbers_0, scales_0, scale_scales_0, mean_0, num_groups_0, end_0,
+    numbers_1, scales_1, scale_scales_1, mean_1, num_groups_1, end_1,
+    numbers_2, scales_2, scale_scales_2, mean_2, num_groups_2, end_2,
+    levels, scale_levels, out,
+):
+    program = tl.program_id(0)
+    if program < end_0:
+        _expand_nf4_part(numbers_0, scales_0, scale_scales_0, mean_0, num_groups_0, program, levels, scale_levels, out)
+    elif program < end_1:
+        target = out + num_groups_0.to(tl.int64) * 64
+        program -= end_0
+        _expand_nf4_part(
+            numbers_1, scales_1, scale_scales_1, mean_1, num_groups_1, program, levels, scale_levels, target)
+    else:
+        target = out + (num_groups_0.to(tl.int64) + num_groups_1) * 64
+        program -= end_1
+        _expand_nf4_part(
+            numbers_2, scales_2, scale_scales_2, mean_2, num_groups_2, program, levels, scale_levels, target)
+
+
+@triton.jit
+def _expand_nf4_part(numbers, scales, scale_scales, mean, num_groups, program, levels, scale_levels, out):
+    GROUPS: tl.constexpr = 64  # of 64 numbers each
+    group = program.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    is_group = group < num_groups
+    code = tl.load(scales + group, mask=is_group, other=0).to(tl.int32)
+    scale = tl.load(scale_levels + code) * tl.load(scale_scales + group // 256, mask=is_group, other=0.0)
+    scale += tl.load(mean)
+    places = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    bits = tl.load(numbers + places, mask=is_group[:, None], other=0).to(tl.int32)
+    bits = tl.interleave(bits >> 4, bits & 15)
+    values = tl.gather(tl.broadcast_to(tl.load(levels + tl.arange(0, 16))[None, :], (GROUPS, 16)), bits, 1)
+    places = out + group[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(places, (values * scale[:, None]).to(out.dtype.element_ty), mask=is_group[:, None])
 # fmt: on

@@ -17,7 +17,7 @@ Shapes: E experts, O outputs, I inputs.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from lean_ft.models.float8_product import float8_backward, float8_forward
 from lean_ft.models.layers import is_on_cuda
 from lean_ft.system.autograd import AutogradContext
-from lean_ft.system.costs import register_cost
+from lean_ft.system.costs import Cost, Launched, register_cost
 from lean_ft.system.shards import part_of, whole_numel
 from lean_ft.system.triton_compiler import HAS_TRITON
 
 NF4_BLOCK = 64  # values that share a scale
 NF4_SCALE_BLOCK = 256  # scales that share a scale
+NF4_AT_ONCE = 3  # weights that a kernel expands together: the projections that read the same input
 TENSORS = {
     "plain": ("weight",),
     "nf4": ("levels", "scales", "scale_scales", "mean_scale", "scale_levels"),
@@ -80,6 +81,8 @@ class Frozen(NamedTuple):
         if is_transposed:
             stored = self._replace(form=Form(kind, (*shape[:-2], shape[-1], shape[-2]), own_dtype, stays_whole))
             return stored.whole(dtype, experts, again=again).mT
+        if experts is None and expands_together([self]):
+            return side_by_side([self], dtype, again=again).view(shape)
         if kind == "nf4":
             tensors = tensors[0], _nf4_scales(*tensors[1:])
         if experts is not None:  # a stack's experts follow one another in every tensor
@@ -89,7 +92,8 @@ class Frozen(NamedTuple):
             return (tensors[0] if experts is None else tensors[0].view(shape)).to(dtype)
         # Other arguments make it a distinct call for the compiler.
         is_distinct, numel, on_cuda = again and not stays_whole, math.prod(shape), is_on_cuda(tensors[0])
-        if kind != "nf4" or (on_cuda and (HAS_TRITON or not tensors[0].is_cuda) and numel % NF4_BLOCK == 0):
+        has_kernel = on_cuda and (HAS_TRITON or not tensors[0].is_cuda)
+        if kind != "nf4" or (has_kernel and numel % NF4_BLOCK == 0):
             numbers, scales = (tensor[None] if is_distinct else tensor for tensor in tensors)
             expand = _expand if torch.compiler.is_compiling() or on_cuda else _expand_stepwise
             return expand(numbers, scales, dtype).view(shape)
@@ -104,9 +108,29 @@ class Frozen(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+def expands_together(weights: Sequence[Frozen]) -> bool:
+    """Whether `side_by_side` has a kernel for these weights."""
+    for form, (numbers, *_) in weights:
+        has_kernel = is_on_cuda(numbers) and (HAS_TRITON or not numbers.is_cuda)
+        if form.kind != "nf4" or form.is_transposed or not has_kernel or math.prod(form.shape) % NF4_BLOCK:
+            return False
+    return True
+
+
+def side_by_side(weights: Sequence[Frozen], dtype: torch.dtype, *, again: bool = False) -> Tensor:
+    """The dense weights of NF4 weights (O, I) with the same inputs, one below the other, (sum of O, I), by one kernel.
+
+    again: as in `Frozen.whole`."""
+    stored = [list(tensors) for tensors in zip(*(weight.tensors for weight in weights), strict=True)]
+    numbers, scales, scale_scales, means, scale_levels = stored
+    if again and not any(weight.form.stays_whole for weight in weights):
+        numbers = [tensor[None] for tensor in numbers]  # other arguments make it a distinct call for the compiler
+    return _expand_nf4(numbers, scales, scale_scales, means, scale_levels[0], dtype).view(-1, weights[0].form.shape[-1])
+
+
 def _nf4_scales(scales: Tensor, scale_scales: Tensor, mean_scale: Tensor, levels: Tensor) -> Tensor:
     """The scales in float32."""
-    if scales.is_cuda and torch.compiler.is_compiling():  # one kernel, which forward's recomputation and backward share
+    if is_on_cuda(scales) and torch.compiler.is_compiling():  # one kernel, shared by recomputation and backward
         block = torch.arange(len(scales), device=scales.device) // NF4_SCALE_BLOCK
         return levels[scales.int()] * scale_scales[block] + mean_scale
     decode = torch.ops.bitsandbytes.dequantize_blockwise
@@ -173,6 +197,51 @@ def _empty_dense(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 register_cost(torch.ops.lean_ft.expand)
+
+
+@torch.library.custom_op("lean_ft::expand_nf4", mutates_args=())
+def _expand_nf4(
+    numbers: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    scale_scales: Sequence[Tensor],
+    means: Sequence[Tensor],
+    scale_levels: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """NF4 weights one after the other, flat."""
+    dense = _empty_dense_nf4(numbers, scales, scale_scales, means, scale_levels, dtype)
+    sizes = [2 * pairs.numel() for pairs in numbers]
+    if not dense.is_cuda:
+        each = zip(numbers, scales, scale_scales, means, dense.split(sizes), strict=True)
+        for pairs, codes, scale_scale, mean, part in each:
+            decoded = _nf4_scales(codes, scale_scale, mean, scale_levels)
+            part.copy_(_expand_stepwise(pairs, decoded, dtype).view(-1))
+        return dense
+    from lean_ft.models.expand_kernel import expand_nf4
+
+    for first in range(0, len(sizes), NF4_AT_ONCE):
+        some, target = slice(first, first + NF4_AT_ONCE), dense[sum(sizes[:first]) :]
+        expand_nf4(numbers[some], scales[some], scale_scales[some], means[some], scale_levels, target)
+    return dense
+
+
+@_expand_nf4.register_fake
+def _empty_dense_nf4(
+    numbers: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    scale_scales: Sequence[Tensor],
+    means: Sequence[Tensor],
+    scale_levels: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    return numbers[0].new_empty(sum(2 * pairs.numel() for pairs in numbers), dtype=dtype)
+
+
+def _launches_of_nf4(capability: tuple[int, int], numbers: Sequence[Tensor], *_: object) -> Launched:
+    return Launched(-(-len(numbers) // NF4_AT_ONCE))
+
+
+register_cost(torch.ops.lean_ft.expand_nf4, Cost(_launches_of_nf4))
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.config import DecoderConfig, LayerConfig
+from lean_ft.models.projections import project_pair
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
 from lean_ft.system.world import as_kernel, device_type
@@ -287,13 +288,23 @@ class MLP(nn.Module):
         if not self.has_gate:
             up = self.up_proj(x)
             return self.down_proj(self.act_fn(up) if self.activation == "xielu" else _activated(up, self.activation))
-        gate, up = self.gate_up_proj(x).chunk(2, -1) if self.is_fused else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(self.inner(gate, up))
+        if self.is_fused:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            return self.down_proj(self.inner(gate, up))
+        outputs = project_pair(x, self.gate_proj, self.up_proj)
+        return self.down_proj(self.inner(*outputs) if len(outputs) > 1 else self.inner_side_by_side(*outputs))
 
     def inner(self, gate: Tensor, up: Tensor) -> Tensor:
         """The input of the down projection; all are (..., I)."""
         overwrites = self.overwrites or not torch.compiler.is_compiling()
         return gated(gate, up, self.activation, overwrites=overwrites)
+
+    def inner_side_by_side(self, gate_up: Tensor) -> Tensor:
+        """`inner` of gate and up that are side by side in one tensor (..., 2 I)."""
+        if type(self).inner is not MLP.inner:
+            return self.inner(*gate_up.chunk(2, -1))
+        overwrites = self.overwrites or not torch.compiler.is_compiling()
+        return _GatedHalves.apply(gate_up, self.activation, overwrites)
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:
@@ -330,6 +341,46 @@ class _Gated(torch.autograd.Function):
         return backward(grad * up, gate), value(gate).mul_(grad), None, None
 
 
+class _HalvesContext(AutogradContext[Tensor]):  # gate and up
+    activation: str
+    overwrites: bool
+
+
+class _GatedHalves(torch.autograd.Function):
+    """`_Gated` with gate and up side by side in one tensor, and so their gradients: none is copied to join them."""
+
+    @staticmethod
+    def forward(ctx: _HalvesContext, gate_up: Tensor, activation: str, overwrites: bool) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.activation, ctx.overwrites = activation, overwrites
+        gate, up = gate_up.chunk(2, -1)
+        value = ACTIVATIONS[activation].value(gate)
+        return value * up if torch.compiler.is_compiling() else value.mul_(up)  # see `in_dtype`
+
+    @staticmethod
+    def backward(ctx: _HalvesContext, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
+        (gate_up,) = ctx.saved_tensors
+        if ctx.overwrites and (torch.compiler.is_compiling() or not graph_is_kept()):
+            gate_up = gate_up.data
+            overwrite_halves(grad, gate_up, ctx.activation)
+            return gate_up, None, None
+        gate, up = gate_up.chunk(2, -1)
+        value, backward = ACTIVATIONS[ctx.activation]
+        return torch.cat((backward(grad * up, gate), value(gate) * grad), -1), None, None
+
+
+@torch.library.custom_op("lean_ft::overwrite_halves", mutates_args=("gate_up",))
+def overwrite_halves(grad: Tensor, gate_up: Tensor, activation: str) -> None:
+    """From the gradient of activation(gate) * up, write the gradients of gate and up over both; see
+    `overwrite_factors`."""
+    gate, up = gate_up.flatten(0, -2).chunk(2, -1)
+    _compiled_overwrite(activation, in_order=True)(grad.flatten(0, -2), gate, up)
+
+
+register_cost(torch.ops.lean_ft.overwrite_halves)
+
+
 @torch.library.custom_op("lean_ft::overwrite_factors", mutates_args=("gate", "up"))
 def overwrite_factors(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """From the gradient of activation(gate) * up, write the gradient of up to `gate` and the gradient of gate to `up`.
@@ -344,13 +395,13 @@ register_cost(torch.ops.lean_ft.overwrite_factors)
 
 
 @cache
-def _compiled_overwrite(activation: str) -> Callable[[Tensor, Tensor, Tensor], None]:
+def _compiled_overwrite(activation: str, *, in_order: bool = False) -> Callable[[Tensor, Tensor, Tensor], None]:
     value, backward = ACTIVATIONS[activation]
 
     def overwrite(grad: Tensor, gate: Tensor, up: Tensor) -> None:
-        grad_gate = backward(grad * up, gate)
-        gate.copy_(value(gate) * grad)
-        up.copy_(grad_gate)
+        grad_gate, grad_up = backward(grad * up, gate), value(gate) * grad
+        gate.copy_(grad_gate if in_order else grad_up)
+        up.copy_(grad_up if in_order else grad_gate)
 
     return torch.compile(overwrite, dynamic=True, fullgraph=True)
 

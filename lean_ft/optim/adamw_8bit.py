@@ -27,11 +27,15 @@ from lean_ft.optim.rule import ParameterState, StepInfo, decay_of
 from lean_ft.optim.slices import flat, shard_seed
 from lean_ft.system.triton_compiler import HAS_TRITON
 from lean_ft.system.world import as_kernel, capability
+from lean_ft.torch_private import foreach_copy_, storage_key
 
 BLOCK = 256  # elements that share a scale; a constant, because Dynamo would turn an attribute into a variable
 # Of the compiled slices: 3,907 for the 32 elements of a thread, counted in the code for sm_90 by Triton 3.7.1.
 COMPILED_INSTRUCTIONS = 122
 _KERNEL_INSTRUCTIONS = 60  # of the Triton kernel, counted likewise by benchmarks/kernel_instructions.py
+# Parameters of up to an eighth of this are updated together, as copies in one vector. It bounds the copies: 64 MiB of
+# weights and gradients in float32.
+JOINT_ELEMENTS = 2**23
 MIN_PAGED_ELEMENTS = 100_000  # smaller states are not worth paging
 
 
@@ -83,9 +87,13 @@ class AdamW8bit(AdamW):
         return _KERNEL_INSTRUCTIONS if _runs_triton(state) else COMPILED_INSTRUCTIONS
 
     def update(self, states: Sequence[ParameterState], step: StepInfo) -> None:
-        for state in states:
-            if state.device_type == "cuda" and not (self.update_clipping or self.draws_noise):
-                self._update_by_bitsandbytes(state, step)
+        for group in self.joint_groups(states):
+            state = group[0]
+            if len(group) > 1:
+                self._update_jointly(group, step)
+            elif self._has_bitsandbytes(state):
+                kept, decay = list(state.tensors.values()), decay_of(state, self.weight_decay)
+                self._update_by_bitsandbytes(state.param.detach(), state.grad, kept, decay, step)
             elif _runs_triton(state):
                 self._update_by_kernel(state, step)
             else:
@@ -107,16 +115,51 @@ class AdamW8bit(AdamW):
 
         as_kernel("adamw_8bit", launch, [*2 * [weight, *moments], grad])  # read and written; read
 
-    def _update_by_bitsandbytes(self, state: ParameterState, step: StepInfo) -> None:
-        if not state.param.is_cuda:
-            return  # planned for a GPU: the kernel takes no workspace
+    def _has_bitsandbytes(self, state: ParameterState) -> bool:
+        return state.device_type == "cuda" and not (self.update_clipping or self.draws_noise)
+
+    def joint_groups(self, states: Sequence[ParameterState]) -> list[list[ParameterState]]:
+        """Small parameters of whole blocks, such as those of adapters, of one dtype and weight decay."""
+        groups: list[list[ParameterState]] = []
+        filling: dict[object, tuple[list[ParameterState], int]] = {}  # by kind: the last group and its elements
+        for state in states:
+            size = state.param.numel()
+            is_small = self._has_bitsandbytes(state) and size <= JOINT_ELEMENTS // 8 and size % BLOCK == 0
+            if not is_small or any(getattr(tensor, "is_paged", False) for tensor in state.tensors.values()):
+                groups.append([state])
+                continue
+            kind = state.param.device, state.param.dtype, state.grad.dtype, decay_of(state, self.weight_decay)
+            group, filled = filling.get(kind, ([], JOINT_ELEMENTS))
+            if filled + size > JOINT_ELEMENTS:
+                group, filled = [], 0
+                groups.append(group)
+            group.append(state)
+            filling[kind] = group, filled + size
+        return groups
+
+    def _update_jointly(self, group: list[ParameterState], step: StepInfo) -> None:
+        """Update copies of the parameters in one vector and copy them back. Blocks, and so the bits, are the same.
+
+        The state is moved into one vector at the first update, and stays there.
+        """
+        params = [flat(state.param) for state in group]
+        joined, grads = torch.cat(params), torch.cat([flat(state.grad) for state in group])
+        kept = [_joined(group, name) for name in group[0].tensors]
+        self._update_by_bitsandbytes(joined, grads, kept, decay_of(group[0], self.weight_decay), step)
+        foreach_copy_(params, joined.split([len(param) for param in params]))
+
+    def _update_by_bitsandbytes(
+        self, param: Tensor, grad: Tensor, kept: list[Tensor], decay: float, step: StepInfo
+    ) -> None:
+        if not param.is_cuda:  # planned for a GPU: the kernel takes no workspace
+            return as_kernel("adamw_8bit", lambda: None, [*2 * [param, *kept], grad])  # read and written; read
         import bitsandbytes.functional as bnb
 
-        codes, scales, codes_sq, scales_sq = state.tensors.values()
+        codes, scales, codes_sq, scales_sq = kept
         if getattr(codes, "is_paged", False):
             bnb.prefetch_tensor(codes)
             bnb.prefetch_tensor(codes_sq)
-        device = state.param.device  # torch reports paged codes as host memory
+        device = param.device  # torch reports paged codes as host memory
         signed, unsigned = (code.tables(device)[0] for code in self._codes)
         # bitsandbytes launches on the default stream; gradients of a sharded model are on another one.
         here, theirs = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
@@ -124,8 +167,8 @@ class AdamW8bit(AdamW):
             theirs.wait_stream(here)
         bnb.optimizer_update_8bit_blockwise(
             "adam",
-            state.grad,
-            state.param.detach(),
+            grad,
+            param,
             codes,
             codes_sq,
             beta1=self.beta1,
@@ -139,7 +182,7 @@ class AdamW8bit(AdamW):
             qmap2=unsigned,
             absmax1=scales,
             absmax2=scales_sq,
-            weight_decay=decay_of(state, self.weight_decay),
+            weight_decay=decay,
         )
         if here != theirs:
             here.wait_stream(theirs)
@@ -160,3 +203,20 @@ def noise_keys(seed: int) -> tuple[int, int]:
     word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
     high, low = divmod(word ^ word >> 31, 2**32)
     return low - 2**31, high - 2**31
+
+
+def _joined(group: list[ParameterState], name: str) -> Tensor:
+    """The state tensors of this name in one vector, of which they are views afterwards."""
+    tensors = [state.tensors[name] for state in group]
+    first, before, is_joined = tensors[0], 0, True
+    for tensor in tensors:
+        same_memory = storage_key(tensor.untyped_storage()) == storage_key(first.untyped_storage())
+        is_joined = is_joined and same_memory and tensor.storage_offset() == first.storage_offset() + before
+        before += tensor.numel()
+    if is_joined:
+        return first.as_strided((before,), (1,))
+    joined = torch.cat([tensor.view(-1) for tensor in tensors])
+    parts = joined.split([tensor.numel() for tensor in tensors])
+    for state, tensor, part in zip(group, tensors, parts, strict=True):
+        state.tensors[name] = part.view(tensor.shape)
+    return joined

@@ -189,7 +189,7 @@ class Optimizer:
             (state.tensors, name)
             for state in self.states
             for name, tensor in state.tensors.items()
-            if tensor.nbytes >= SMALLEST_BYTES
+            if tensor.untyped_storage().nbytes() >= SMALLEST_BYTES  # also a small part of the vector of many parameters
         ]
         for tensors, name in moved:
             tensors[name] = link.host_copy(tensors[name])
@@ -293,10 +293,7 @@ class Optimizer:
             # From torch's global generator, whose state is in checkpoints, so that a resumed run rounds the same way.
             drawn = int(torch.randint(2**31, ()))
             self._noise_seed = self.ranks.highest(drawn if self.ranks.rank == 0 else 0)[0]
-        groups: dict[tuple[Rule, float], list[ParameterState]] = defaultdict(list)
-        for state in states:
-            groups[state.rule, state.lr_ratio].append(state)
-        for (rule, lr_ratio), members in groups.items():
+        for (rule, lr_ratio), members in _by_rule(states).items():
             seed = self._noise_seed if rule.draws_noise else None
             step = StepInfo(lr=self.lr * lr_ratio, number=self.step_count + 1, noise_seed=seed)
             if self.streamed is None:
@@ -305,6 +302,20 @@ class Optimizer:
                 for state in members:
                     for here in self.streamed.on_device(state, step.number):
                         rule.update([here], step)
+
+    def joint_groups(self, states: Sequence[ParameterState]) -> list[list[ParameterState]]:
+        """The parameters that `apply_rules` updates in the same launches."""
+        if self.streamed is not None:
+            return [[state] for state in states]
+        return [group for (rule, _), members in _by_rule(states).items() for group in rule.joint_groups(members)]
+
+
+def _by_rule(states: Sequence[ParameterState]) -> dict[tuple[Rule, float], list[ParameterState]]:
+    """The parameters with the same rule and learning rate."""
+    groups: dict[tuple[Rule, float], list[ParameterState]] = defaultdict(list)
+    for state in states:
+        groups[state.rule, state.lr_ratio].append(state)
+    return groups
 
 
 def _state_parts(state: ParameterState) -> dict[str, Part]:

@@ -80,6 +80,10 @@ class Rule:
         """Machine instructions per element of a parameter's update on a GPU; 0 if its memory traffic takes longer."""
         return 0
 
+    def joint_groups(self, states: Sequence[ParameterState]) -> list[list[ParameterState]]:
+        """The parameters that `update` updates in the same launches; by default, each alone."""
+        return [[state] for state in states]
+
     def load_state(self, state: ParameterState, tensors: Mapping[str, Tensor]) -> None:
         """Copy saved tensors into the state in place, so that resuming takes no additional memory."""
         if tensors.keys() != state.tensors.keys():

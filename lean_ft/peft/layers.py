@@ -20,7 +20,7 @@ outputs whose weight is stored transposed.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lean_ft.models.frozen_weight import Frozen, as_frozen
+from lean_ft.models.frozen_weight import Frozen, as_frozen, expands_together
+from lean_ft.models.layers import is_on_cuda
+from lean_ft.peft.joint_products import joint_low_rank_linears
 from lean_ft.peft.low_rank import low_rank_linear
 
 _PISSA_OVERSAMPLING = 16  # additional singular directions, for accuracy
@@ -84,6 +86,10 @@ class AdaptedLayer(nn.Module):
         """The frozen weight as it is stored."""
         weight: Any = self.base_layer.weight
         return as_frozen(weight, in_float8=self.in_float8)
+
+    @property
+    def out_features(self) -> int:
+        return self.lora_B.shape[0]
 
     def linear_weight(self) -> Tensor:
         """The frozen weight as a linear map (O, I)."""
@@ -161,6 +167,27 @@ class LoRALinear(AdaptedLayer):
         change = (self.magnitude_ratio(a, b) - 1.0).to(x.dtype)
         scaled = torch.addcmul(product, product, change)
         return scaled if bias is None else scaled + bias
+
+    @staticmethod
+    def joint_forward(layers: "Sequence[LoRALinear]", x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of layers with the same input on a GPU, where few launches matter, in one tensor or each.
+
+        Empty where they have no joint form: with dropout, DoRA, products in float8, quantized weights other than NF4,
+        or factors that differ.
+        """
+        frozen, factors = [layer.frozen for layer in layers], [layer.factors() for layer in layers]
+        if len(layers) < 2 or not is_on_cuda(x) or not all(layer.is_on for layer in layers):
+            return ()
+        is_plain = all(form.kind == "plain" for form, _ in frozen) or expands_together(frozen)
+        if not is_plain or any(form.in_float8 for form, _ in frozen):
+            return ()
+        drops = layers[0].training and torch.is_grad_enabled()
+        if any(layer.lora_magnitude_vector is not None or (drops and layer.shape.dropout) for layer in layers):
+            return ()
+        if len({(layer.shape.scaling, layer.lora_A.dtype) for layer in layers}) > 1:
+            return ()
+        biases: list[Tensor | None] = [layer.base_layer.bias for layer in layers]  # pyright: ignore[reportAssignmentType]
+        return joint_low_rank_linears(x, frozen, biases, factors, layers[0].shape.scaling)
 
 
 class LoRAEmbedding(AdaptedLayer):

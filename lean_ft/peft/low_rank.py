@@ -134,7 +134,7 @@ class _LowRankLinear(torch.autograd.Function):
         grad_a = grad_b = grad_x = None
         if ctx.needs_input_grad[3]:
             if is_on_cuda(x):
-                grad_b = _product(grad_y.T, inner, b.dtype)
+                grad_b = product_in(grad_y.T, inner, b.dtype)
             else:  # as a transpose: summing the long dimension over contiguous rows takes half the time
                 # In float16 without the scaling, which would let the product overflow earlier.
                 scale = ctx.scaling if x.dtype == torch.float16 else 1.0
@@ -142,7 +142,7 @@ class _LowRankLinear(torch.autograd.Function):
                 grad_b = (unscaled.T @ grad_y).T.to(b.dtype).mul_(scale)
         if ctx.needs_input_grad[2]:
             dropped = x if mask is None else _drop(x * mask, ctx.dropout)
-            grad_a = _product(grad_inner.T, dropped.flatten(0, -2), a.dtype)
+            grad_a = product_in(grad_inner.T, dropped.flatten(0, -2), a.dtype)
         if ctx.needs_input_grad[0]:
             frozen = Frozen(ctx.form, tuple(tensors))
             if ctx.form.in_float8:
@@ -165,7 +165,7 @@ def _in_dtype(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return both[: a.numel()].view(a.shape), both[a.numel() :].view(b.shape)
 
 
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def product_in(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right in `dtype`. On a GPU the product is not rounded to the factors' dtype first."""
     if is_on_cuda(left) and left.itemsize < dtype.itemsize and multiplies_into_float32(left.dtype):
         return torch.mm(left, right, out_dtype=dtype)

@@ -13,6 +13,7 @@ from lean_ft.optim.rule import ParameterState
 from lean_ft.plan.devices import Kernel
 from lean_ft.plan.labels import GRADIENTS, WORKSPACE
 from lean_ft.plan.online import rehearse_round
+from lean_ft.plan.result import Launches
 from lean_ft.plan.time import short_name
 from lean_ft.plan.trace import Trace
 from lean_ft.settings import OnlineConfig
@@ -67,12 +68,17 @@ class PlannedStep(Observer):
         self._trace.memory.enter(WORKSPACE, "backward, at its start")
 
     def update(self, optimizer: Optimizer, states: Sequence[ParameterState]) -> None:
-        """Rehearse the update of the first parameter of each shape and dtype, and charge the launches and the time of
-        all.
+        """Rehearse the update of parameters that are updated together, and of the others the first one of each shape
+        and dtype, and charge the launches and the time of all.
 
         The time is that of memory traffic, or of the rule's instructions: gradients are read, states and weights are
         read and written.
         """
+        groups = optimizer.joint_groups(states)
+        for group in groups:
+            if len(group) > 1:
+                self._update_jointly(optimizer, group)
+        states = [group[0] for group in groups if len(group) == 1]
         time = self._trace.time
         new = {(state.param.shape, state.param.dtype): state for state in states}
         new = {kind: state for kind, state in new.items() if kind not in self._update_launches}
@@ -98,6 +104,19 @@ class PlannedStep(Observer):
             instructions = state.rule.instructions(state) * state.param.numel()
             kernel = Kernel(0.0, moved, number=number, instructions=instructions)
             self._trace.spend(time.launches(kernel), "optimizer step", short_name(state.name.rpartition(".")[0]))
+
+    def _update_jointly(self, optimizer: Optimizer, group: list[ParameterState]) -> None:
+        time = self._trace.time
+        with self._trace.memory.labelled(WORKSPACE, f"optimizer step of {group[0].name} and others"):
+            spent = time.spent.copy()
+            optimizer.apply_rules(group)  # also joins the state
+            time.spent, spent = spent, spent.copy()
+            optimizer.apply_rules(group)
+        total = Launches()
+        for place, launches in time.spent.ledger.items():
+            total = total.plus(launches.plus(spent.ledger.get(place, Launches()), -1))
+        time.spent = spent
+        self._trace.spend(total, "optimizer step", "small parameters")
 
     def sample(self, rounds: Rounds, cfg: OnlineConfig, answer: Callable[..., Any], fill: Callable[[], None]) -> None:
         if cfg.generation.engine == "own":  # others have their own devices

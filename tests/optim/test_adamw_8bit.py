@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lean_ft.optim import Optimizer
+from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.dynamic_code import code_values
+from lean_ft.optim.rule import ParameterState, StepInfo
 from tests.optim.tiny_training import build, train_both
 
 LR = 1e-2
@@ -169,6 +171,75 @@ def test_compiled_equals_plain_but_for_rounding_and_compiles_once(name: str, bac
         if tensor.dtype == torch.uint8:
             # Products of bfloat16 gradients are often halfway between two values.
             assert (tensor != compiled_state[name]).float().mean() < 1e-2
+
+
+def small_parameters(device: str = "cpu") -> nn.ParameterList:
+    """Of an adapter in two dtypes, two without whole blocks and one that is large."""
+    torch.manual_seed(0)
+    shapes = [(16, 256), (96, 64), (65, 64), (5, 1000), (16, 512), (1025, 1024)]
+    params = [torch.randn(shape) for shape in shapes] + [torch.randn(64, 64).bfloat16() for _ in range(3)]
+    return nn.ParameterList(param.to(device) for param in params)
+
+
+def steps_of(params: nn.ParameterList, optimizer: Optimizer, number: int) -> dict[str, Tensor]:
+    optimizer.set_lr(LR)
+    for step in range(number):
+        torch.manual_seed(step)
+        for param in params:
+            param.grad = torch.randn(param.shape).to(param)
+        optimizer.step()
+    return {**optimizer.state_dict(), **dict(params.named_parameters())}
+
+
+def assert_equal_states(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert found.keys() == right.keys()
+    for name, tensor in right.items():
+        assert found[name].shape == tensor.shape and torch.equal(found[name], tensor), name
+
+
+def test_small_parameters_are_updated_together_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with the update in slices as its kernel: it does not know where a parameter ends either."""
+    updated = list[int]()
+
+    def in_slices(
+        rule: AdamW8bit, param: Tensor, grad: Tensor, kept: list[Tensor], decay: float, step: StepInfo
+    ) -> None:
+        state = ParameterState("norm.weight", nn.Parameter(param, requires_grad=False), 0, rule)
+        state.whole.grad, state.tensors = grad, dict(enumerate(kept))  # pyright: ignore[reportAttributeAccessIssue]
+        updated.append(param.numel())
+        rule.update_in_slices(state, step)
+
+    monkeypatch.setattr(AdamW8bit, "_update_by_bitsandbytes", in_slices)
+    results, settings = [], {"name": "adamw_8bit", "weight_decay": 0.0}
+    for together in (True, False):
+        params = small_parameters()
+        optimizer = build(params, settings)
+        for state in optimizer.states:
+            state.device_type = "cuda" if together else "cpu"
+        steps_of(params, optimizer, 2)
+        saved = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+        resumed = build(params, settings)
+        for state in resumed.states:
+            state.device_type = "cuda" if together else "cpu"
+        resumed.load_state_dict(saved)
+        results.append(steps_of(params, resumed, 2))
+    # Three of whole blocks, two with an incomplete block, the large one, and three in bfloat16.
+    assert sorted(updated) == sorted(4 * [4096 + 96 * 64 + 8192, 65 * 64, 5000, 1025 * 1024, 3 * 4096])
+    assert_equal_states(*results)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_small_parameters_take_few_launches_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr("lean_ft.optim.adamw_8bit.JOINT_ELEMENTS", 0)
+        params = small_parameters("cuda")
+        optimizer = build(params, {"name": "adamw_8bit", "weight_decay": 0.1})
+        results.append(steps_of(params, optimizer, 3))
+        groups = optimizer.joint_groups(optimizer.states)
+        assert sorted(map(len, groups)) == ([1, 1, 1, 3, 3] if together else [1] * 9)
+    assert_equal_states(*results)
 
 
 @pytest.mark.gpu

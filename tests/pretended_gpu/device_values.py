@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.attention.row_attention import Rows, attend_rows, attend_rows_backward
-from lean_ft.models.frozen_weight import _expand_stepwise
+from lean_ft.models.frozen_weight import _expand_stepwise, _nf4_scales
 from lean_ft.models.grouped_matmul import grouped_matmul, grouped_outer
 from lean_ft.models.mix import ExpertFormula, activation, activation_gradient
 from lean_ft.models.state.chunks import Tokens
@@ -111,6 +111,7 @@ def install() -> None:
     expert_kernels.sum_rows = partial(_summed, expert_kernels.sum_rows)
     expand_kernel.expand = partial(_expanded, expand_kernel.expand)
     adamw_8bit_kernel.update = partial(_updated, adamw_8bit_kernel.update)
+    expand_kernel.expand_nf4 = partial(_expanded_nf4, expand_kernel.expand_nf4)
     expert_kernels.activate = partial(_expert_activation, expert_kernels.activate)
     for kernels, name, values in (
         (flash_kernels, "attend", _attend),
@@ -206,6 +207,19 @@ def _expanded(host_code: Callable[..., None], numbers: Tensor, scales: Tensor, o
     host_code(numbers, scales, out)
     target, *stored = map(on_cpu, (out, numbers, scales))
     _compute(lambda: target.copy_(_expand_stepwise(*stored, target.dtype)))
+
+
+def _expanded_nf4(host_code: Callable[..., None], *args: Any) -> None:
+    host_code(*args)
+    *stored, scale_levels, out = ([on_cpu(t) for t in x] if isinstance(x, Sequence) else on_cpu(x) for x in args)
+
+    def values() -> None:
+        first = 0
+        for numbers, *scales in zip(*stored, strict=True):
+            part, first = out[first:][: 2 * numbers.numel()], first + 2 * numbers.numel()
+            part.copy_(_expand_stepwise(numbers, _nf4_scales(*scales, scale_levels), out.dtype).view(-1))
+
+    _compute(values)
 
 
 def _expert_activation(host_code: Callable[..., None], results: Sequence[Tensor], *args: Any) -> None:

@@ -123,12 +123,29 @@ for (numbers, scales), dtype in itertools.product(cases, (torch.float32, torch.b
 print("right")
 """
 
+EXPANDED_NF4_VALUES = """
+from lean_ft.models.expand_kernel import expand_nf4
+from lean_ft.quantize.nf4 import to_nf4
+
+torch.manual_seed(0)
+shapes = [(320, 192), (5, 64), (64, 256), (7, 320)]  # 960 scales: the last block is not full
+for number in range(4):
+    weights = [to_nf4(torch.randn(shape)) for shape in shapes[number:][:3]]
+    expected = torch.cat([weight.whole(torch.float32).view(-1) for weight in weights])  # bitsandbytes' kernel for CPUs
+    for dtype in (torch.float32, torch.bfloat16):
+        found = torch.empty(expected.numel(), dtype=dtype)
+        parts = list(zip(*(weight.tensors for weight in weights)))
+        expand_nf4(*parts[:4], parts[4][0], found)
+        assert torch.equal(found, expected.to(dtype))
+print("right")
+"""
+
 
 @pytest.mark.cards("H100")
 @pytest.mark.parametrize(
     "values",
-    [PRODUCTS_VALUES, ACTIVATION_VALUES, SUMS_VALUES, EXPANDED_VALUES],
-    ids=["products", "activation", "sums", "expanded"],
+    [PRODUCTS_VALUES, ACTIVATION_VALUES, SUMS_VALUES, EXPANDED_VALUES, EXPANDED_NF4_VALUES],
+    ids=["products", "activation", "sums", "expanded", "nf4"],
 )
 def test_the_kernels_values_in_tritons_interpreter(values: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS + values]

@@ -1,8 +1,10 @@
 """Facts that host code decides: the launches of an update, and the amount of pinned host memory."""
 
+import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from lean_ft.system.host_link import HostLink
 from tests.optim.tiny_training import build
 from tests.pretended_gpu.counters import counters
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.simulated, pytest.mark.cards("H100")]
 
 
@@ -76,6 +79,32 @@ def test_what_is_pinned_is_what_is_kept() -> None:
     assert kept.is_pinned()
     del kept, link
     assert counters()["pinned_bytes"] == start
+
+
+def test_an_adapters_update_takes_few_launches() -> None:
+    """For 100 matrices: their weights, gradients and update in one each, and two to copy the weights back."""
+    params = nn.ParameterList(torch.randn(16, 4096, device="cuda") for _ in range(100))
+    optimizer = build(params, {"name": "adamw_8bit"})
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()  # also makes tables and joins the state
+    assert counted("kernels", optimizer.step) <= 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("preset", ["qwen3_8b/qlora", "llama3_2_3b/lora"])
+def test_a_plan_counts_the_launches_of_a_compiled_model_with_adapters(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers. Products are counted exactly; the compiler makes a few kernels more than planned to put factors on
+    a diagonal, and attention fewer."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    planned_launches = importlib.import_module("planned_launches")
+    monkeypatch.setattr(planned_launches, "NUM_LAYERS", 2)
+    row = {"label": preset, "recipe": "finetune", "preset": preset, "compiled": True}
+    found = planned_launches.run(row, "H100", 500, None)
+    assert found["status"] == "ok", found["reason"]
+    assert found["planned"] == pytest.approx(found["counted"], rel=0.15) and found["host_waits"] == 0
 
 
 TUNED = """

@@ -27,6 +27,7 @@ from lean_ft.models.attention.kernels import kernel_of
 from lean_ft.models.cache import LayerCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.layers import HeadLayerNorm, RMSNorm, unit_rms
+from lean_ft.models.projections import project
 from lean_ft.models.rope import rotate, rotate_both
 
 
@@ -149,11 +150,13 @@ class Attention(nn.Module):
         `qkv_by_head` by head."""
         if self.is_fused:
             fused = self.qkv_proj(hidden)
+            gates = [self.gate_proj(hidden)] if self.gate == "own" else []
             by_head = fused.unflatten(-1, (-1, 3 * self.head_dim)) if self.qkv_by_head else None
             query, key, value = fused.split(self.split_sizes, -1) if by_head is None else by_head.chunk(3, -1)
         else:
-            query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
-        gate = self.gate_proj(hidden) if self.gate == "own" else None
+            layers = self.q_proj, self.k_proj, self.v_proj, *([self.gate_proj] if self.gate == "own" else [])
+            query, key, value, *gates = project(hidden, *layers)
+        gate = gates[0] if gates else None
         if self.gate == "in_query":  # each head's query is followed by its gate
             query, gate = (x.flatten(-2) for x in query.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1))
         return query, key, value, gate

@@ -18,6 +18,7 @@ from lean_ft.models.families.family import Family, count, number_or_null, rope_b
 from lean_ft.models.families.gemma import GEMMA_DEFAULTS, GEMMA_FACTS
 from lean_ft.models.layers import MLP, RMSNorm, gated, residual_norm, unit_rms, wide
 from lean_ft.models.moe import MixtureOfExperts, best_experts
+from lean_ft.models.projections import project
 from lean_ft.models.rope_settings import head_dim_of, num_kv_heads_of
 from lean_ft.models.trunk import Trunk
 from lean_ft.system.config_fields import ConfigFields, listed
@@ -93,7 +94,7 @@ class Gemma4Attention(Attention):
     def projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         if not self.values_are_keys:
             return super().projected(hidden)
-        query, key = self.q_proj(hidden), self.k_proj(hidden)
+        query, key = project(hidden, self.q_proj, self.k_proj)
         return query, key, key, None
 
 

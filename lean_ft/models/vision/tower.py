@@ -22,6 +22,7 @@ from lean_ft.images.batch import Images
 from lean_ft.models.attention.attention import Scoring, has_kernels
 from lean_ft.models.cache import on_device
 from lean_ft.models.layers import ACTIVATIONS, RMSNorm, gated, unit_rms
+from lean_ft.models.projections import project
 from lean_ft.models.rope import rotate_both
 from lean_ft.models.vision.config import VisionConfig
 from lean_ft.models.vision.places import Grid, in_blocks, moved, places_in_blocks
@@ -99,7 +100,7 @@ class VisionAttention(nn.Module):
         if config.fused_qkv:
             parts = self.qkv(hidden).chunk(3, -1)
         else:
-            parts = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+            parts = project(hidden, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (x.unflatten(-1, (-1, config.head_dim)) for x in parts)  # (P, H, D / H)
         if config.qkv_norms:
             query, key, value = self.q_norm(query), self.k_norm(key), unit_rms(value, config.norm_eps)
