@@ -5,12 +5,13 @@ Bits are equal to those of the operations in `frozen_weight`. Imported only with
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+
+from lean_ft.system.triton_compiler import launch
 
 _NUMBERS = 4096  # per program
 
@@ -24,9 +25,9 @@ def expand(numbers: Tensor, scales: Tensor, out: Tensor) -> None:
     if kind == "nf4":
         levels = _nf4_levels(out.device)
     columns = min(_NUMBERS, triton.next_power_of_2(width))
-    launch: Any = _expand
     grid = triton.cdiv(scales.numel(), _NUMBERS // columns), triton.cdiv(width, columns)
-    launch[grid](
+    launch(
+        *(_expand, grid),
         *(numbers.contiguous().view(torch.uint8), scales.contiguous(), levels, out, scales.numel(), width),
         *(kind, _NUMBERS // columns, columns),
     )
@@ -48,9 +49,8 @@ def expand_nf4(
         num_programs += triton.cdiv(weight[1].numel(), _NUMBERS // 64)
         parts += [*(tensor.contiguous() for tensor in weight), weight[1].numel(), num_programs]
     parts += parts[-6:] * (3 - len(numbers))  # no program is left for these
-    launch: Any = _expand_nf4
     # A fused multiply-add would round the scales differently from bitsandbytes.
-    launch[(num_programs,)](*parts, _nf4_levels(out.device), scale_levels, out, enable_fp_fusion=False)
+    launch(_expand_nf4, (num_programs,), *parts, _nf4_levels(out.device), scale_levels, out, enable_fp_fusion=False)
 
 
 @cache

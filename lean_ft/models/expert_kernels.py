@@ -11,6 +11,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from lean_ft.system.triton_compiler import launch
+
 _COLUMNS = 1024  # at a time
 
 
@@ -24,21 +26,27 @@ def activate(results: Sequence[Tensor], *arguments: Any) -> None:
     read = factors.contiguous(), row_weights, bias, experts, None if grad_inner is None else grad_inner.contiguous()
     written = [tensor if tensor.numel() else None for tensor in results]
     kind, block = activation if gated else "relu2", min(_COLUMNS, triton.next_power_of_2(width))
-    launch: Any = _activate
     if num_rows:
-        launch[(num_rows,)](
-            *read, *written, width, num_columns, steps[1], *formula, STEP=steps[0], KIND=kind, BLOCK=block
+        launch(
+            *(_activate, (num_rows,)),
+            *read,
+            *written,
+            width,
+            num_columns,
+            steps[1],
+            *formula,
+            STEP=steps[0],
+            KIND=kind,
+            BLOCK=block,
         )
 
 
 def sum_rows(rows: Tensor, places: Tensor, out: Tensor) -> None:
     """Fill out (N, D) with the sums of rows (M, D) at places (N, K)."""
-    launch: Any = _sum
     (num_sums, num_columns), block = out.shape, min(_COLUMNS, triton.next_power_of_2(out.shape[1]))
     if num_sums:
-        launch[num_sums, triton.cdiv(num_columns, block)](
-            rows.contiguous(), places, out, num_columns, COUNT=places.shape[1], BLOCK=block
-        )
+        grid = num_sums, triton.cdiv(num_columns, block)
+        launch(_sum, grid, rows.contiguous(), places, out, num_columns, COUNT=places.shape[1], BLOCK=block)
 
 
 # fmt: off

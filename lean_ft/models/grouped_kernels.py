@@ -8,11 +8,11 @@ Source: Triton's tutorial on grouped products, whose programs loop over the grou
 Shapes: M rows of all groups, G groups, K and N features.
 """
 
-from typing import Any
-
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+
+from lean_ft.system.triton_compiler import launch
 
 # Per program: rows and columns of the result, and features summed at a time. tl.dot needs at least 16 of each.
 _ROWS, _COLUMNS, _SUMMED = 64, 128, 32
@@ -26,10 +26,9 @@ def multiply(rows: Tensor, matrices: Tensor, ends: Tensor, total: Tensor | None 
     out = rows.new_empty(num_rows, num_columns) if total is None else total
     columns, summed = (_block(n, most) for n, most in ((num_columns, _COLUMNS), (num_summed, _SUMMED)))
     grid = (triton.cdiv(num_rows, _ROWS) + num_groups, triton.cdiv(num_columns, columns))
-    launch: Any = _multiply
     sizes, strides = (num_groups, num_columns, num_summed), (*rows.stride(), *matrices.stride(), out.stride(0))
     tile = {"GROUPS": triton.next_power_of_2(num_groups), "ROWS": _ROWS, "COLUMNS": columns, "SUMMED": summed}
-    launch[grid](rows, matrices, ends, out, *sizes, *strides, ADDS=total is not None, **tile)
+    launch(_multiply, grid, rows, matrices, ends, out, *sizes, *strides, ADDS=total is not None, **tile)
     return out
 
 
@@ -39,9 +38,10 @@ def multiply_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     out = left.new_empty(len(ends), num_rows, num_columns)
     rows, columns = (_block(n, most) for n, most in ((num_rows, _ROWS), (num_columns, _COLUMNS)))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_columns, columns), len(ends))
-    launch: Any = _multiply_outer
     tile = {"ROWS": rows, "COLUMNS": columns, "SUMMED": _SUMMED}
-    launch[grid](left, right, ends, out, num_rows, num_columns, *left.stride(), *right.stride(), **tile)
+    launch(
+        _multiply_outer, grid, left, right, ends, out, num_rows, num_columns, *left.stride(), *right.stride(), **tile
+    )
     return out
 
 

@@ -14,7 +14,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from lean_ft.models.state.forms import launch
+from lean_ft.system.triton_compiler import launch
 
 _TOKENS, _CHANNELS = 32, 64  # of a program
 _FEW_CHANNELS = 32  # of a program that adds over all tokens

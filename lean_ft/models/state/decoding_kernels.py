@@ -11,7 +11,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from lean_ft.models.state.decoding import Rates, Token
-from lean_ft.models.state.forms import launch
+from lean_ft.system.triton_compiler import launch
 
 _CHANNELS = 256  # of a program
 _COLUMNS = 16  # of a state, of a program

@@ -1,7 +1,7 @@
 """How recurrent layers are computed on a device: by Triton kernels, or by PyTorch operations."""
 
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -67,11 +67,6 @@ def has_convolution(x: Tensor, num_taps: int, activation: str | None) -> bool:
     if why := why_no_convolution(x, num_taps, activation, compiles=HAS_TRITON):
         _warn(why)
     return not why
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: object, **constants: object) -> None:
-    """Launch programs of a Triton kernel, which a type checker takes for a function."""
-    kernel[grid](*args, **constants)
 
 
 def slow(why: str) -> str:

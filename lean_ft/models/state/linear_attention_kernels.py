@@ -21,7 +21,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from lean_ft.models.state.chunks import CHUNK, SEGMENT, Tokens
-from lean_ft.models.state.forms import launch
+from lean_ft.system.triton_compiler import launch
 
 _C = tl.constexpr(CHUNK)
 _EPS = tl.constexpr(1e-6)
