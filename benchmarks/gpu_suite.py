@@ -38,7 +38,6 @@ FAILED_ONCE += " or test_losses_and_norms and (qlora or host_embeddings or apoll
 VALUE_TESTS = (
     "test_flash_kernels.py",
     "test_recurrent_kernels.py",
-    "test_convolution_kernels.py",
     "test_adamw_8bit_kernel.py",
     "test_grouped_kernels.py",
 )
