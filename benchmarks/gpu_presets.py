@@ -202,8 +202,8 @@ def seconds_with_todays_kernels(row: dict[str, Any], times: dict[str, dict[str, 
 
 
 def left_out_errors(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """By preset: the time per kernel fitted to the steps of the other presets, in seconds, and the error of its own
-    plan with that time. A plan grows with its number of kernels."""
+    """For each preset, fit the time per kernel to the steps of the others. Returns that time in seconds, and the error
+    of the preset's own plan with it."""
     from lean_ft.plan.devices import FIXED_SECONDS
 
     times = kernel_times(result)

@@ -3,10 +3,10 @@
     PRETENDED_GPU_TOUCH=65536 tests/pretended_gpu/run.sh python benchmarks/kernel_resources.py
 
 The kernels are those of one training step: one layer of each shape with its output layer and optimizer, compiled by
-Inductor on a simulated or a real card, the kernels of mixtures of experts (grouped products and the activation), and
-attention with all its rules. Each is compiled again for every architecture in `LIMITS`, in all configurations that
-Inductor would try on this card. The numbers are ptxas's, which cuobjdump reads from the binary. Occupancy is the share
-of an SM's warps that can run at once.
+Inductor on a simulated or a real card, the kernels of mixtures of experts (grouped products and the activation),
+attention with all its rules, and recurrent layers. Each is compiled again for every architecture in `LIMITS`, in all
+configurations that Inductor would try on this card. The numbers are ptxas's, which cuobjdump reads from the binary.
+Occupancy is the share of an SM's warps that can run at once.
 
 Source of the limits: NVIDIA, CUDA C++ Programming Guide, "Compute Capabilities".
 
@@ -279,8 +279,8 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     return (
         "Triton kernels of one training step (8-bit AdamW in backward, full checkpointing, compiled, bfloat16), of "
-        f"mixtures of experts and of attention, compiled by Triton {result['versions']['triton']} and its ptxas; no "
-        "kernel ran"
+        "mixtures of experts, of attention and of recurrent layers, compiled by Triton "
+        f"{result['versions']['triton']} and its ptxas; no kernel ran"
     )
 
 

@@ -25,11 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lean_ft.models.float8_product import float8_backward, float8_forward
-from lean_ft.models.layers import is_on_cuda
+from lean_ft.models.layers import is_on_cuda, runs_triton
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import Cost, Launched, register_cost
 from lean_ft.system.shards import part_of, whole_numel
-from lean_ft.system.triton_compiler import HAS_TRITON
 
 NF4_BLOCK = 64  # values that share a scale
 NF4_SCALE_BLOCK = 256  # scales that share a scale
@@ -92,8 +91,7 @@ class Frozen(NamedTuple):
             return (tensors[0] if experts is None else tensors[0].view(shape)).to(dtype)
         # Other arguments make it a distinct call for the compiler.
         is_distinct, numel, on_cuda = again and not stays_whole, math.prod(shape), is_on_cuda(tensors[0])
-        has_kernel = on_cuda and (HAS_TRITON or not tensors[0].is_cuda)
-        if kind != "nf4" or (has_kernel and numel % NF4_BLOCK == 0):
+        if kind != "nf4" or (runs_triton(tensors[0]) and numel % NF4_BLOCK == 0):
             numbers, scales = (tensor[None] if is_distinct else tensor for tensor in tensors)
             expand = _expand if torch.compiler.is_compiling() or on_cuda else _expand_stepwise
             return expand(numbers, scales, dtype).view(shape)
@@ -111,8 +109,8 @@ class Frozen(NamedTuple):
 def expands_together(weights: Sequence[Frozen]) -> bool:
     """Whether `side_by_side` has a kernel for these weights."""
     for form, (numbers, *_) in weights:
-        has_kernel = is_on_cuda(numbers) and (HAS_TRITON or not numbers.is_cuda)
-        if form.kind != "nf4" or form.is_transposed or not has_kernel or math.prod(form.shape) % NF4_BLOCK:
+        has_kernel = form.kind == "nf4" and not form.is_transposed and runs_triton(numbers)
+        if not has_kernel or math.prod(form.shape) % NF4_BLOCK:
             return False
     return True
 
@@ -181,7 +179,7 @@ def _from_mxfp4(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
 # One operation to the compiler, which would compute the steps again for every use of the weight, or keep their results.
 @torch.library.custom_op("lean_ft::expand", mutates_args=())
 def _expand(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    if not numbers.is_cuda or not HAS_TRITON:
+    if not numbers.is_cuda or not runs_triton(numbers):
         return _expand_stepwise(numbers, scales, dtype)
     from lean_ft.models.expand_kernel import expand
 

@@ -19,6 +19,7 @@ from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.models.projections import project_pair
 from lean_ft.system.autograd import AutogradContext
 from lean_ft.system.costs import register_cost
+from lean_ft.system.triton_compiler import HAS_TRITON
 from lean_ft.system.world import as_kernel, device_type
 from lean_ft.torch_private import constant_for_compiler, graph_is_kept
 
@@ -178,6 +179,12 @@ def wide(x: Tensor) -> Tensor:
 def is_on_cuda(x: Tensor) -> bool:
     """Whether a tensor is on a GPU, or would be in a plan."""
     return x.is_cuda or _plans_a_gpu()
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton kernels can read a tensor: it is on a GPU, and this machine compiles them; or would be in a
+    plan, whose machine has Triton."""
+    return HAS_TRITON if x.is_cuda else is_on_cuda(x)
 
 
 @constant_for_compiler  # it cannot trace the question

@@ -9,7 +9,7 @@ from lean_ft.system.foreign_values import JSON
 from lean_ft.system.redaction import redact
 from lean_ft.system.units import counted
 
-HASH = "hash "  # begins the values of settings that stand for a content
+HASH = "hash "  # a value that begins with it is a hash, which messages do not show
 _PASSED_ROWS = re.compile(r'"(?:[^"]*/)?rows/[0-9a-f]{32}\.jsonl"')
 _PASSED_ROWS_NAME = "rows passed from Python"
 _MOST_NAMED = 10

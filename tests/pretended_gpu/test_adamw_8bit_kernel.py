@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from kernel_instructions import measure_updates
 
-# Against the sliced update on the CPU, which gets the kernel's random bits, and has tests of its own.
+# The kernel must equal the sliced update on the CPU, which gets the same random bits and is tested in tests/optim.
 UPDATES = """
 import torch
 import tests.pretended_gpu.interpreter

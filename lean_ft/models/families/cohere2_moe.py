@@ -40,7 +40,7 @@ def _own(fields: ConfigFields) -> Cohere2Moe:
 
 
 def _has_window(fields: ConfigFields, layer: int) -> bool:
-    """Dense layers come first and have a pattern of their own."""
+    """Whether a layer has a window. The dense layers, which come first, repeat one pattern, and the others a second."""
     num_dense = fields.count("first_k_dense_replace", least=0)
     of_dense, of_others = map(fields.count, ("prefix_dense_sliding_window_pattern", "sliding_window_pattern"))
     return (layer + 1) % of_dense != 0 if layer < num_dense else (layer - num_dense + 1) % of_others != 0

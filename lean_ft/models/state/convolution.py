@@ -136,29 +136,19 @@ def _num_flops_backward(
 _NUMBERING = 2  # launches that find each token's document
 
 
-def _launched(
-    capability: tuple[int, int],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu: Tensor | None,
-    activation: str | None,
-) -> Launched | SlowPath:
+_Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, str | None]  # of `causal_convolution`
+
+
+def _launched(capability: tuple[int, int], *inputs: *_Inputs) -> Launched | SlowPath:
+    x, weight, bias, cu, activation = inputs
     if why := why_no_convolution(x, weight.shape[1], activation, compiles=True):
         documents = document_numbers(cu, x.shape[1])
         return SlowPath(partial(_in_blocks, x, weight, bias, documents, activation, block=_GPU_BLOCK), slow(why))
     return Launched(1 + _NUMBERING * (cu is not None))
 
 
-def _launched_backward(
-    capability: tuple[int, int],
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu: Tensor | None,
-    activation: str | None,
-) -> Launched | SlowPath:
+def _launched_backward(capability: tuple[int, int], grad: Tensor, *inputs: *_Inputs) -> Launched | SlowPath:
+    x, weight, bias, cu, activation = inputs
     if why := why_no_convolution(x, weight.shape[1], activation, compiles=True):
         arguments = grad, x, weight, bias, document_numbers(cu, x.shape[1]), activation
         return SlowPath(partial(_in_blocks_backward, *arguments, block=_GPU_BLOCK), slow(why))
@@ -172,9 +162,6 @@ register_cost(torch.ops.lean_ft.causal_convolution_backward, Cost(_launched_back
 class _ConvolutionContext(AutogradContext[Tensor, Tensor, Tensor | None, Tensor | None]):  # x, weight, bias, cu_seqlens
     activation: str | None
     has_bias: bool
-
-
-_Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, str | None]  # of `causal_convolution`
 
 
 def _save_for_backward(ctx: _ConvolutionContext, inputs: _Inputs, output: Tensor) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from lean_ft.models.cache import StateCache
-from lean_ft.models.layers import is_on_cuda
+from lean_ft.models.layers import runs_triton
 from lean_ft.models.state.forms import MOST_TAPS, is_a_size
 from lean_ft.system.costs import register_cost
-from lean_ft.system.triton_compiler import HAS_TRITON
 
 
 class Token(NamedTuple):
@@ -42,8 +41,7 @@ def decodes(x: Tensor, cache: StateCache | None) -> bool:
     if cache is None or x.shape[1] != 1 or cache.owner.new_lengths is not None or torch.is_grad_enabled():
         return False
     is_supported = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and cache.inputs.shape[1] < MOST_TAPS
-    has_kernel = is_on_cuda(x) and (HAS_TRITON or not x.is_cuda)  # a plan's card has Triton
-    return is_supported and has_kernel and (cache.state is None or is_a_size(cache.state.shape[2]))
+    return is_supported and runs_triton(x) and (cache.state is None or is_a_size(cache.state.shape[2]))
 
 
 @torch.library.custom_op("lean_ft::convolution_step", mutates_args=("inputs",))
