@@ -47,7 +47,7 @@ def test_a_users_family_runs_resumes_generates_and_is_exported_from_another_fold
     assert "gate_proj" in (answer := leanft(*run, family, "max_steps=1")).err and answer.code == 2
     row.write_text(RIGHT)  # the same process uses the edited row
     assert (answer := leanft(*run, family, "max_steps=1")).code == 0, answer.err
-    assert f"step_00000001 {family}" in answer.out  # the command that tries the model
+    assert f"leanft chat run {family}" in answer.out  # the command that tries the model
     moved.parent.mkdir()
     row.rename(moved)
     assert (answer := leanft(*run, "model.family=moved/row.py:my_arcee", "max_steps=2")).code == 0, answer.err
