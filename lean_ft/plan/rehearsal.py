@@ -8,6 +8,7 @@ With several devices, rank 0's step is simulated (`lean_ft.plan.ranks`).
 """
 
 import contextlib
+import gc
 import logging
 import sys
 import time
@@ -51,6 +52,7 @@ def rehearse(
     num_sharing = 1 if parallel is None else parallel.context * parallel.tensor
     planned = PlannedWorld(trace, num_sharing, takes_step)
     torch.compiler.reset()
+    gc.freeze()  # the collections of `fusing_backend` then visit the objects of this rehearsal alone
     try:
         with (
             pretended_ranks(trace),
@@ -75,6 +77,7 @@ def rehearse(
         _raise_with_line(recipe, error)
         raise
     finally:
+        gc.unfreeze()
         torch.compiler.reset()
     return _counted(trace, planned, time.perf_counter() - started)
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import time
 import traceback
@@ -28,9 +29,16 @@ FORKS.set_forkserver_preload(["lean_ft.training", "lean_ft.parallel", "recipes.f
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A free port below those that the system gives to outgoing connections, which could take it before its server."""
+    ports = random.SystemRandom()
+    while True:
+        port = ports.randrange(15_000, 32_000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def supported(cases: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
