@@ -1012,6 +1012,48 @@ def _requests(folder: Path) -> dict[str, Target]:
     return {"requests": Target(12, body, [as_json(asked), as_json(with_tools)], break_json, read)}
 
 
+def _embeddings(folder: Path) -> dict[str, Target]:
+    """Files of sentence-transformers folders, and requests for vectors and scores."""
+    from lean_ft.embedding.folder import DenseLayer, ScoresOf, VectorsOf
+    from lean_ft.generation.embedding_requests import EmbeddingRequest, RerankRequest
+    from lean_ft.generation.requests import Refused
+
+    how = VectorsOf("mean", True, "q: ", "p: ", 64, (DenseLayer("2_Dense", 8, 4),), {"x": "y"}, "x")
+    values = {"vectors": how.files(8), "scores": ScoresOf("{query} {passage}", (1, 2), 64).files()}
+    seeds = {kind: {name: as_json(value) for name, value in files.items()} for kind, files in values.items()}
+    seeds["vectors"]["tokenizer_config.json"] = b'{"model_max_length": 512}'
+    for kind, files in seeds.items():
+        for name, content in files.items():
+            (folder / kind / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / kind / name).write_bytes(content)
+
+    def read(kind: str) -> None:
+        made = VectorsOf.read(folder / kind) or ScoresOf.read(folder / kind)
+        if made is not None:  # what is read is written again
+            as_json(made.files(8) if isinstance(made, VectorsOf) else made.files())
+
+    def ask(request: type[EmbeddingRequest | RerankRequest], body: Path) -> None:
+        try:
+            request.read(body.read_bytes()).model_dump_json()
+        except Refused as refused:
+            json.dumps(refused.body).encode()
+            raise
+
+    def of_file(kind: str, name: str) -> Target:
+        return Target(3, folder / kind / name, [seeds[kind][name]], break_json, lambda: read(kind))
+
+    found = {f"{name} of {kind}": of_file(kind, name) for kind, files in seeds.items() for name in files}
+    texts, pairs = folder / "texts", folder / "pairs"
+    asked = [
+        {"input": ["a", "b"], "dimensions": 3, "encoding_format": "base64", "model": "x"},
+        {"input": [[1, 2], [3]]},
+    ]
+    ranked = {"query": "a", "documents": ["a", {"text": "b"}], "top_n": 1, "return_documents": True}
+    of_texts = Target(6, texts, [*map(as_json, asked)], break_json, lambda: ask(EmbeddingRequest, texts))
+    of_pairs = Target(4, pairs, [as_json(ranked)], break_json, lambda: ask(RerankRequest, pairs))
+    return {**found, "requests for vectors": of_texts, "requests to rank": of_pairs}
+
+
 def _turns(folder: Path) -> dict[str, Target]:
     """A model's turns with tool calls, read in every form."""
     turn, types = folder / "turn", {"f": {"x": {"type": "string"}, "n": {"type": ["integer", "null"]}}}
@@ -1088,6 +1130,7 @@ _KINDS = (
     _tokenizers,
     _runs,
     _requests,
+    _embeddings,
     _turns,
     _tool_results,
     _odd_values,

@@ -41,7 +41,7 @@ from lean_ft.gguf.cache import gguf_file
 from lean_ft.losses import CrossEntropy
 from lean_ft.memory import apply_memory
 from lean_ft.models import Decoder, load_model, save_model, stored_labels
-from lean_ft.models.config_json import gives_scores
+from lean_ft.models.config_json import gives_scores, labels_tokens
 from lean_ft.models.device import resolve_device
 from lean_ft.models.frozen_weight import quantized_weights
 from lean_ft.models.source import name_in_language_model
@@ -51,6 +51,7 @@ from lean_ft.peft import adapted_layers, load_with_adapter
 from lean_ft.settings import LoRAConfig, SFTDataConfig, TrainingConfig
 from lean_ft.settings.base import Device
 from lean_ft.system.environment import available_bytes
+from lean_ft.system.passes import evaluating
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import load_tokenizer
@@ -213,6 +214,7 @@ class Check:
         _change_by_rounding(model)
         noise = _distances({"": self._logits(model, self.ids)[-1]}, {"": ours})
         theirs = self._logits(self._load_theirs("float32"), self.ids)
+        theirs = theirs[-1] if labels_tokens(self.hf_config) else theirs
         what = f"of {len(self.ids)} tokens in float32, with transformers"
         yield self._compared("scores", what, {"": ours}, {"": theirs}, noise)
 
@@ -329,11 +331,12 @@ class Check:
         if not isinstance(model, Decoder):
             named = {ours: named.get(theirs, named.get(ours)) for ours, theirs in self.names.items()}
         model.zero_grad()
-        with torch.no_grad():
+        with evaluating(model):
             return self._logits(model, self.ids), {n: g for n, g in named.items() if g is not None}, total
 
     def _load_theirs(self, dtype: str) -> nn.Module:
         head = "SequenceClassification" if gives_scores(self.hf_config) else "CausalLM"
+        head = "TokenClassification" if labels_tokens(self.hf_config) else head
         load = getattr(self.transformers, f"AutoModelFor{head}").from_pretrained
         with tempfile.TemporaryDirectory() as copy:
             folder = self.folder

@@ -1,11 +1,13 @@
-"""Text classification with N labels, one or several per text: all parameters or an adapter.
+"""Classification with N labels, one or several per text or one per token: all parameters or an adapter.
 
 leanft run classify --config tiny/classify
 leanft run classify --config tiny/classify lora={} output_dir=runs/lora_classify   # an adapter and the output layer
+leanft run classify model.path=MODEL data.source=rows.jsonl data.labels_per=token   # rows of `tokens` and `labels`
 leanft score runs/tiny_classify rows.jsonl labeled.jsonl   # rows of `text`
 leanft cp  classify mine.py                        # edit the loop, then: leanft run mine.py --config tiny/classify
 
-This is finetune with an output layer for labels. transformers opens the result as AutoModelForSequenceClassification.
+This is finetune with an output layer for labels. transformers opens the result as AutoModelForSequenceClassification
+or AutoModelForTokenClassification.
 """
 
 from collections.abc import Iterable
@@ -37,7 +39,7 @@ from lean_ft.settings import (
 )
 from lean_ft.system.whole_files import write_json
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, start
+from lean_ft.training import Run, apply_regularization, evaluating, start
 
 
 class Config(RecipeConfig):
@@ -62,9 +64,11 @@ def main(cfg: Config) -> None:
     data = with_labels(cfg.data)  # those that the rows have, if `data.labels` names none
     names = data.labels or []
     batches, held_out = prepare_batches(data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
-    scores = label_fields(names, data.multi_label is True)
+    per_token = data.labels_per == "token"  # then "texts" below are tokens with a label
+    scores = label_fields(names, data.multi_label is True, per_token=per_token)
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, scores, cfg.memory)
-    set_padding_apart(model, tokenizer, batches, held_out)
+    if not per_token:
+        set_padding_apart(model, tokenizer, batches, held_out)
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     cut(model, cfg.parallel, ranks)  # tensor, context, expert and vocabulary parallelism
     apply_memory(model, cfg.memory, compile=cfg.compile)
@@ -81,13 +85,13 @@ def main(cfg: Config) -> None:
         scores, router_loss = output_scores(model, batch, batch.last, is_float16=cfg.model.dtype == "float16")
         return scores, classification_losses(scores, batch.targets, weights), router_loss
 
-    @torch.no_grad()
+    @evaluating(model)
     def evaluate(held_out: Iterable[TextBatch]) -> dict[str, Any]:
         statistics, num_texts = TokenStatistics(ranks), 0
-        predictions = Predictions(len(names), device, ranks)
+        predictions = Predictions(len(names), device, ranks, tags=names if per_token else ())
         for batch in held_out:
             scores, losses, _ = scores_and_losses(batch := batch.to(device))
-            predictions.add(scores, batch.targets)
+            predictions.add(scores, batch.targets, batch.text_of)
             statistics.add(loss=losses.sum())
             num_texts += batch.num_texts
         num_texts = ranks.total(num_texts)

@@ -12,7 +12,6 @@ This is finetune with another loss: it compares the log-probabilities of whole c
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lean_ft.data import PairBatch, prepare_batches
@@ -24,7 +23,7 @@ from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import AnswersConfig, ParallelConfig, PreferenceDataConfig, PreferenceLossConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, shares_prompts, start
+from lean_ft.training import Run, apply_regularization, evaluating, shares_prompts, start
 
 
 class Config(AnswersConfig):
@@ -58,7 +57,7 @@ def main(cfg: Config) -> None:
         answers = log_probs(model, batch, tokens)
         return pair_losses(cfg.loss, answers, frozen, batch.answer_tokens, pairs), answers
 
-    @torch.no_grad()
+    @evaluating(model)
     def evaluate(held_out: Iterable[PairBatch]) -> dict[str, Any]:
         tokens, pairs, num_targets, num_pairs = TokenStatistics(ranks), TokenStatistics(ranks), 0, 0
         for batch in held_out:

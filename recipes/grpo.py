@@ -11,7 +11,6 @@ Each round, the model samples several completions per prompt, rewards score them
 completions more likely. One round may serve several optimizer steps.
 """
 
-import torch
 from torch import Tensor
 
 from lean_ft.data import PolicyBatch, prompt_rows
@@ -24,7 +23,7 @@ from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import OnlineConfig, ParallelConfig, PolicyLossConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, shares_prompts, start
+from lean_ft.training import Run, apply_regularization, evaluating, shares_prompts, start
 
 
 class Config(OnlineConfig):
@@ -55,7 +54,7 @@ def main(cfg: Config) -> None:
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks, episodes)  # samples with the current weights
 
-    @torch.no_grad()
+    @evaluating(model)
     def sample_a_round() -> None:
         rollouts.sample(answer, score)
         for batch, _ in ranks.share(rollouts.to_remember()):  # computed before the round's first update

@@ -10,7 +10,6 @@ This is dpo for rows of prompt, completion and label. In rows of pairs, each com
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lean_ft.data import UnpairedBatch, prepare_batches
@@ -22,7 +21,7 @@ from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import AnswersConfig, ParallelConfig, UnpairedDataConfig, UnpairedLossConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, start
+from lean_ft.training import Run, apply_regularization, evaluating, start
 
 
 class Config(AnswersConfig):
@@ -66,7 +65,7 @@ def main(cfg: Config) -> None:
         losses = answer_losses(cfg.loss, answers, frozen, compared_with, batch.is_desirable, statistics)
         return losses, answers
 
-    @torch.no_grad()
+    @evaluating(model)
     def evaluate(held_out: Iterable[UnpairedBatch]) -> dict[str, Any]:
         tokens, statistics, num_targets = TokenStatistics(ranks), UnpairedStatistics(ranks), 0
         for batch in held_out:

@@ -10,7 +10,6 @@ This is grpo with a value model, which predicts the reward before each token. Ad
 completion per prompt is enough. Policy and value model train on each round several times.
 """
 
-import torch
 from torch import Tensor, nn
 
 from lean_ft.data import PolicyBatch, prompt_rows
@@ -23,7 +22,7 @@ from lean_ft.parallel import cut, join, parallelize
 from lean_ft.peft import load_with_adapter, lr_ratios
 from lean_ft.settings import GenerationConfig, OnlineConfig, ParallelConfig, PPOLossConfig, ValueConfig
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, shares_prompts, start
+from lean_ft.training import Run, apply_regularization, evaluating, shares_prompts, start
 
 
 class Config(OnlineConfig):
@@ -65,7 +64,7 @@ def main(cfg: Config) -> None:
     samples = SampleLog(run, cfg.sample_every)
     answer = Sampler(cfg, model, tokenizer, optimizer, ranks, episodes)  # samples with the current weights
 
-    @torch.no_grad()
+    @evaluating(model, value)
     def sample_a_round() -> None:
         rollouts.sample(answer, score)
         for batch, _ in ranks.share(rollouts.to_remember()):  # computed before the round's first update

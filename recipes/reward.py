@@ -11,7 +11,6 @@ AutoModelForSequenceClassification.
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lean_ft.data import PairBatch, prepare_batches
@@ -35,7 +34,7 @@ from lean_ft.settings import (
     UsualRates,
 )
 from lean_ft.tokenizers import load_tokenizer
-from lean_ft.training import Run, apply_regularization, shares_prompts, start
+from lean_ft.training import Run, apply_regularization, evaluating, shares_prompts, start
 
 
 class Config(RecipeConfig):
@@ -82,7 +81,7 @@ def main(cfg: Config) -> None:
         add_scores(pairs, scores)
         return reward_loss(scores, batch.margins, centering=cfg.loss.centering), router_loss
 
-    @torch.no_grad()
+    @evaluating(model)
     def evaluate(held_out: Iterable[PairBatch]) -> dict[str, Any]:
         pairs, num_pairs = TokenStatistics(ranks), 0
         for batch in held_out:

@@ -58,12 +58,18 @@ def data(page: str) -> str:
     """docs/data.md with the formats."""
     lines = [FORMATS_HEAD, "|---|---|---|"]
     for name, fields in all_formats().items():
-        if not fields.becomes:  # prompts, which have their own page
+        if not fields.becomes or fields.is_alias:  # prompts have their own page
             continue
-        optional = [f"`{one}`" for one in fields.optional if one not in OF_PROMPTS]
+        optional = [f"`{one}`" for one in fields.optional if one not in OF_PROMPTS and not _is_further(one)]
         named = [f"`{one}`" for one in fields.required] + ([f"[{', '.join(optional)}]"] if optional else [])
         lines.append(f"| `{name}` | {', '.join(named)} | {fields.becomes} |")
     return page.replace(table_of(page, FORMATS_HEAD), "".join(f"{line}\n" for line in lines))
+
+
+def _is_further(field: str) -> bool:
+    """Whether a field is one of a numbered series, after the first."""
+    number = re.fullmatch(r".*_(\d+)", field)
+    return number is not None and int(number[1]) > 1
 
 
 def examples(page: str) -> str:
@@ -72,7 +78,7 @@ def examples(page: str) -> str:
     listed = _leanft("data", "example")
     page = re.sub(r"(?s)(?<=\$ leanft data example\n).*?(?=```)", lambda _: listed, page, count=1)
     names = [*formats]
-    for name, after in zip(names, [*names[1:], None], strict=True):
+    for name, after in reversed([*zip(names, [*names[1:], None], strict=True)]):
         if f"\n## `{name}`\n" not in page:
             section = _section(name, formats[name])
             place = page.index(f"\n## `{after}`\n" if after else "\n## Other shapes\n")

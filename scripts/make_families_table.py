@@ -17,9 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lean_ft.models.families import FAMILIES  # noqa: E402
 from tests.models.family_cases import CASES  # noqa: E402
-from tests.models.test_parity import COLUMNS  # noqa: E402
+from tests.models.test_parity import COLUMNS, LANGUAGE_MODELS  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
 MARKS = "<!-- table -->", "<!-- end of table -->"
@@ -39,9 +38,9 @@ class Outcomes:
 
 
 def main() -> int:
-    families = sys.argv[1:] or list(FAMILIES)
-    if unknown := set(families) - set(FAMILIES):
-        sys.exit(f"{', '.join(sorted(unknown))}: unknown family; expected some of {', '.join(FAMILIES)}.")
+    families = sys.argv[1:] or LANGUAGE_MODELS
+    if unknown := set(families) - set(LANGUAGE_MODELS):
+        sys.exit(f"{', '.join(sorted(unknown))}: unknown family; expected some of {', '.join(LANGUAGE_MODELS)}.")
     outcomes = Outcomes()
     files = ["models/test_parity.py", "peft/test_equals_peft.py", "peft/test_experts.py"]
     tests, columns = [str(ROOT / "tests" / file) for file in files], list(dict.fromkeys(COLUMNS.values()))
@@ -57,7 +56,7 @@ def main() -> int:
         "| family | checkpoints | " + " | ".join(columns) + " |",
         "|---|---|" + "---|" * len(columns),
     ]
-    for family in FAMILIES:
+    for family in LANGUAGE_MODELS:
         if family not in families:
             lines += [kept[family]] if family in kept else []
             continue

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from lean_ft.models import decoder_config  # noqa: E402
 from lean_ft.models.config_json import as_its_family, language_model_config  # noqa: E402
 from lean_ft.models.dequantized import READABLE  # noqa: E402
-from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED  # noqa: E402
+from lean_ft.models.families import ENCODERS, FAMILIES, MULTIMODAL, REFUSED  # noqa: E402
 from lean_ft.models.vision.config import VISION_FAMILIES  # noqa: E402
 
 METHODS = {method.value for method in QuantizationMethod}
@@ -96,6 +96,11 @@ folder was made from. `lora.quantize=nf4` quantizes frozen weights to 4 bits whi
 ([Quantization](quantization.md))."""
 
 
+ABOUT_ENCODERS = """Text encoders give vectors and no text. EmbeddingGemma is a `gemma3_text` whose `config.json` has
+`use_bidirectional_attention`. For vectors, the language models above are read too, with or without their output
+layer."""
+
+
 def methods() -> str:
     """A table of transformers' formats of quantized weights, and what lean_ft says to each."""
     rows = ["| `quant_method` | names on the Hub | read |", "|---|---|---|"]
@@ -120,7 +125,10 @@ def main() -> None:
         formats=" and ".join(f"`{method}`" for method in READABLE),
     )  # fmt: skip
     quantized = f"## Quantized folders\n\n{QUANTIZED}\n\n{methods()}"
-    parts = introduction, quantized, f"## Language models\n\n{causal}", f"## Models of images and text\n\n{images}\n"
+    _, encoders = table(sorted(ENCODERS))
+    encoders = f"## Text encoders\n\n{ABOUT_ENCODERS}\n\n{encoders}"
+    parts = introduction, quantized, f"## Language models\n\n{causal}", encoders
+    parts += (f"## Models of images and text\n\n{images}\n",)
     PAGE.write_text("\n\n".join(part.rstrip("\n") for part in parts) + "\n")
     print(re.search(r"(?s)- \*\*.*?\n\n", introduction)[0].strip())  # pyright: ignore[reportOptionalSubscript]
 

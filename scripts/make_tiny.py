@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiny_world import documents, instruction_rows, preference_rows, problem_rows, topic_rows
+from tiny_world import documents, instruction_rows, name_rows, preference_rows, problem_rows, topic_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
@@ -28,6 +28,7 @@ SEED = 0
 NUM_PAIRS = 800  # for training; all held-out rows have pairs
 NUM_PROBLEMS = {"train": 800, "validation": 100}
 NUM_TOPICS = {"train": 320, "validation": 80}
+NUM_NAMES = {"train": 400, "validation": 80}
 FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny"
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
@@ -87,6 +88,9 @@ def make_data(folder: Path) -> None:
         lines = [json.dumps(row) + "\n" for row in topic_rows(held_out, SEED, NUM_TOPICS[name])]
         (folder / f"topics_{name}.jsonl").write_text("".join(lines))
         print(f"topics_{name}.jsonl: {len(lines)} texts")
+        lines = [json.dumps(row) + "\n" for row in name_rows(held_out, SEED, NUM_NAMES[name])]
+        (folder / f"names_{name}.jsonl").write_text("".join(lines))
+        print(f"names_{name}.jsonl: {len(lines)} texts")
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -57,7 +57,7 @@ PLACES = {
     "family": [
         Place("lean_ft/models/families/*.py", r'"NAME"', "add a row"),
         Place("tests/models/family_cases.py", r'\("NAME", ', "add a case"),
-        Place("docs/families.md", r"^\| .*`NAME`.*passes", "run scripts/make_families_table.py NAME"),
+        Place("docs/families.md", r"^\| .*`NAME`.*passes", "run scripts/make_families_table.py NAME; not for encoders"),
         Place("docs/families.md", r"^\| [^|]*`NAME`[^|]*\| (?![-\d, ]+\|)",
             "describe the architecture in the second table"),
         Place("docs/models.md", "`NAME`", "run scripts/make_models_page.py"),

@@ -569,6 +569,31 @@ def topic_rows(held_out: bool, seed: int, count: int) -> list[dict]:
     return [{"text": text, "label": topic} for text, topic in rows.items()]
 
 
+NAMES = {
+    **dict.fromkeys(PEOPLE, "PERSON"),
+    **{country.name: "COUNTRY" for country in ATLAS},
+    **{country.capital: "CITY" for country in ATLAS},
+    **{country.river: "RIVER" for country in ATLAS},
+}
+
+
+def name_rows(held_out: bool, seed: int, count: int) -> list[dict]:
+    """Questions with their answers, and the spans of the names in them; no text twice."""
+    rng = random.Random(f"names {held_out} {seed}")
+    kinds = (*map(_of_some_country, (capital, capital_of, river, river_of, export, animal)), gaining, losing)
+    rows: dict[str, list[dict]] = {}
+    while len(rows) < count:
+        item = rng.choice(kinds)(rng)
+        if item.held_out == held_out:
+            text = f"{rng.choice(item.questions)} {item.answer}"
+            rows[text] = [
+                {"start": match.start(), "end": match.end(), "label": NAMES[match.group()]}
+                for match in re.finditer(r"\w+", text)
+                if match.group() in NAMES
+            ]
+    return [{"text": text, "spans": spans} for text, spans in rows.items()]
+
+
 def preference_rows(rows: list[dict], seed: int) -> list[dict]:
     """A pair per row: the right answer is chosen, a wrong answer in the same wording is rejected."""
     rng = random.Random(f"pairs {seed}")

@@ -40,6 +40,8 @@ PLANNED = {  # by the last part of a preset's name: what the preset does
     "online_dpo": "online DPO with {adapter} on math answers",
     "reward": "a reward model with {adapter}",
     "classify": "classification with {adapter}",
+    "embed": "embeddings with {adapter}",
+    "rerank": "a reranker with {adapter}",
     "distill": "{adapter}, distilled from {teacher} in 4 bits",
 }
 TRAINING = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA", "images": "{adapter} with images"} | PLANNED

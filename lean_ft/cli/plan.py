@@ -120,7 +120,7 @@ def plan(
     with progress() as tell:
         found = search(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), rehearsal, machines)
     typer.echo("")
-    _print_search(found, rehearsal, budget_bytes, context_bytes)
+    _print_search(found, rehearsal, cfg, (budget_bytes, context_bytes))
     sys.stdout.flush()
     with progress() as tell:
         adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), machines)
@@ -290,7 +290,11 @@ def _print_fit(rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) ->
     )
 
 
-def _print_search(search: "Search", rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:
+def _print_search(search: "Search", rehearsal: "Rehearsal", cfg: "RecipeConfig", room: tuple[int, int]) -> None:
+    """room: the budget, and what the driver needs of it, in bytes."""
+    from lean_ft.plan.search import compares_steps, with_overrides
+
+    budget_bytes, context_bytes = room
     console, is_gpu = stdout(), context_bytes > 0
     held_back = _kept_for_driver(context_bytes)
     if not search.fitting:
@@ -305,6 +309,14 @@ def _print_search(search: "Search", rehearsal: "Rehearsal", budget_bytes: int, c
     _print_candidates(search.fitting[:_SHOWN], rehearsal, is_gpu)
     fastest = search.fitting[0].command_line or "nothing, the given settings are the fastest"
     console.print(f"\nto use the fastest, add: {fastest}", highlight=False)
+    if compares_steps(cfg):
+        chosen = with_overrides(cfg, search.fitting[0].overrides)
+        size, number = chosen.batch_size, chosen.gradient_accumulation_steps
+        console.print(
+            f"micro-batches {size} x {number}: batch_size={size} gradient_accumulation_steps={number} "
+            f"({size * number:,} rows per step, all compared with each other)",
+            highlight=False,
+        )
     if search.more_rows:
         console.print("\nwith more rows per step, which fit too and may need another learning rate:")
         _print_candidates(search.more_rows[:_SHOWN], rehearsal, is_gpu)

@@ -52,29 +52,28 @@ def serve(
 
     A model with a vision tower also reads images, as data URLs in parts of the type `image_url`.
 
+    A model for embeddings, or a reranker, is served at /v1/embeddings or /v1/rerank instead.
+
     If the variable LEANFT_TOKEN is set, requests must send it as their API key.
     """
     from lean_ft.generation import open_model
 
     try:
+        from lean_ft.generation.embedding_server import open_server
         from lean_ft.generation.server import ChatServer
     except ModuleNotFoundError as error:
         raise ValueError(f"leanft serve needs the package {error.name}. Run {install_command('serve')}") from None
     from lean_ft.system.log import say
 
-    tower = "auto" if images else "none"
-    model, tokenizer = open_model(
-        checkpoint, adapter or (), device, new_tokens=max_new_tokens, dtype=dtype, images=tower
-    )
-    server = ChatServer(
-        model,
-        tokenizer,
-        name or Path(checkpoint).expanduser().resolve().name,
-        host=host,
-        port=port,
-        max_new_tokens=max_new_tokens,
-        token=os.environ.get("LEANFT_TOKEN"),
-    )
+    name, token = name or Path(checkpoint).expanduser().resolve().name, os.environ.get("LEANFT_TOKEN")
+    server = None if adapter else open_server(checkpoint, name, device, dtype, host, port, token)
+    if server is None:
+        tower = "auto" if images else "none"
+        model, tokenizer = open_model(
+            checkpoint, adapter or (), device, new_tokens=max_new_tokens, dtype=dtype, images=tower
+        )
+        of_chats = {"host": host, "port": port, "max_new_tokens": max_new_tokens, "token": token}
+        server = ChatServer(model, tokenizer, name, **of_chats)
     say("serving", f"{server.name} at {server.url}, until Ctrl-C")
     with server:
         try:

@@ -7,7 +7,8 @@ batches.
 
 With shared prompts, the prompt of a pair is computed once: the row holds the whole chosen document, then the rejected
 document from its first differing token on. `Arrangement.shared` is the number of tokens left out, `Arrangement.taken`
-the number of positions that a piece occupies.
+the number of positions that a piece occupies. With `Arrangement.groups`, the first piece of a group in a row is whole,
+and the others in this row continue it, such as all queries after one instruction.
 
 Legend: N documents, P pieces of them, R rows.
 """
@@ -74,7 +75,9 @@ class Arrangement:
     sides: int = 1
     """Documents per row of data."""
     shared: np.ndarray | None = None  # (P,) tokens left out at the start of each piece
-    """They equal the first tokens of the last piece before it in the row that leaves none out."""
+    """They equal the first tokens of the last piece before it in the row that leaves none out. With `groups`: of each
+    piece of its group, up to the smaller of both numbers."""
+    groups: np.ndarray | None = None  # (P,) pieces with equal numbers begin alike; of a flat arrangement
     work: tuple[np.ndarray, ...] = ()
     """(P,) work of each piece beside its tokens, for each kind of columns, such as patches to embed."""
 
@@ -83,7 +86,7 @@ class Arrangement:
 
     @cached_property
     def taken(self) -> np.ndarray:
-        """(P,) number of positions of each piece."""
+        """(P,) number of positions of each piece; with `groups`, of a piece that is not the first of its group."""
         return self.lengths if self.shared is None else self.lengths - self.shared
 
     @cached_property
@@ -92,6 +95,19 @@ class Arrangement:
         sum of its pieces."""
         reduce = np.maximum if self.kind == "padded" and self.shared is None else np.add
         return reduce.reduceat(self.taken, self.offsets[:-1])
+
+    def continued(self, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which of the `pieces` (M,) of a batch each one continues, as an index (M,), and how many of its tokens
+        it leaves out for that, (M,)."""
+        own = np.arange(len(pieces))
+        if self.shared is None:
+            return own, np.zeros_like(own)
+        shared = self.shared[pieces]
+        if self.groups is None:
+            return np.maximum.accumulate(np.where(shared == 0, own, 0)), shared
+        _, firsts, group = np.unique(self.groups[pieces], return_index=True, return_inverse=True)
+        first = firsts[group]
+        return first, np.where(first == own, 0, np.minimum(shared, shared[first]))
 
     def of_batch(self, rows: np.ndarray) -> tuple[list[np.ndarray], int, int]:
         """Return the pieces in each row of the batch of `rows`, the row width, and the length of cu_seqlens (0 if
@@ -103,7 +119,8 @@ class Arrangement:
         if self.kind == "flat":
             pieces = [np.concatenate(pieces)]
             # +2: padding and the end.
-            return pieces, int(rounded_up(self.taken[pieces[0]].sum())), self.batch_size * self.most_in_a_row + 2
+            num_positions = (self.lengths[pieces[0]] - self.continued(pieces[0])[1]).sum()
+            return pieces, int(rounded_up(num_positions)), self.batch_size * self.most_in_a_row + 2
         if self.kind == "packed":
             pieces += [np.empty(0, dtype=np.int64)] * (self.batch_size - len(pieces))
             return pieces, self.row_tokens, self.batch_size * self.most_in_a_row + 1
@@ -148,12 +165,14 @@ def arrange(
     config: DataConfig,
     batch_size: int,
     shared: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
     packed: dict[str, np.ndarray] | None = None,
 ) -> Arrangement:
     """Arrange documents of `lengths` (N,) in rows as the settings say.
 
-    shared (N,): tokens that each document shares with the one before it; packed: the result of `pack_documents`, if it
-    is known.
+    shared (N,): tokens that each document shares with the one before it, or with the first of its group in a row;
+    groups (N,): numbers of groups, only with `packing=padding_free`; packed: the result of `pack_documents`, if it is
+    known.
     """
     sides = len(config.sides)
     if config.packs_rows:
@@ -172,6 +191,7 @@ def arrange(
         most_in_a_row=2 if config.packing == "wrapped" else sides,
         sides=sides,
         shared=None if shared is None else shared[pieces[0]],
+        groups=None if groups is None else groups[pieces[0]],
     )
     if kind == "packed" and not arrangement.joined:
         tokens = np.add.reduceat(arrangement.taken, arrangement.offsets[:-1])

@@ -65,6 +65,8 @@ class Batch:
     labels_whole_rows: ClassVar[bool] = False
     """Whether the subclass's fields describe whole sequences. If so, ranks that shard a row's tokens all get these
     fields."""
+    compares_steps: ClassVar[bool] = False
+    """Whether the loss compares the rows of all micro-batches of a step, of all ranks."""
 
     @property
     def asked(self) -> Tensor | None:

@@ -1,5 +1,7 @@
 """Text classification: a row has a `text` and a `label`, or with `data.multi_label` a list of `labels`.
 
+With `data.labels_per=token`, `lean_ft.data.token_labels` reads other rows, whose tokens have labels.
+
 A label is a name or an integer. An integer indexes the names of `data.labels`, unless the names are numbers themselves.
 An integer does not index names that were found in the rows: their alphabetical order need not match the user's numbers.
 If the lists of a source's first rows all have a 0 or 1 for each label, all lists are read as one-hot. Texts are encoded
@@ -12,9 +14,10 @@ Legend: P texts of a batch, C labels.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -33,13 +36,14 @@ from lean_ft.data.formats import (
     how_to_rename,
     reading,
 )
-from lean_ft.data.objective import Objective
+from lean_ft.data.objective import Objective, objective_of
 from lean_ft.data.pairs import NUMBER
 from lean_ft.data.parts import PART_FIELDS
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
 from lean_ft.data.sources import RowSources
 from lean_ft.settings import ClassificationDataConfig, Sources
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.tokenizers import Passage, Tokenizer
 
@@ -71,6 +75,8 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
 
     Raises ValueError with the place of a row whose labels cannot be read.
     """
+    if (objective := objective_of(config)) is not OBJECTIVE:
+        return objective.completed(config)  # pyright: ignore[reportReturnType]
     names = config.labels
     if names is not None and config.multi_label != "auto":
         return config
@@ -84,22 +90,28 @@ def with_labels(config: ClassificationDataConfig) -> ClassificationDataConfig:
             with suppress(ValueError) if config.on_bad_row == "skip" else nullcontext():
                 found.update(_labels_of(row, formats[row.source], config, one_hot))
                 for label in () if one_hot else _listed(row, formats[row.source], config):
-                    kinds.setdefault(_kind_of(label), label)
-        _check_one_kind(kinds, config.source)
+                    kinds.setdefault(kind_of_label(label), label)
+        check_one_kind(kinds, config.source)
         found.update(map(str, range(one_hot)))  # also labels that no row has
-        names = FoundLabels(sorted(found, key=lambda name: (0, int(name), "") if _is_index(name) else (1, 0, name)))
+        return found_labels(config, found)
+    return config
+
+
+def found_labels(config: ClassificationDataConfig, found: Iterable[str]) -> ClassificationDataConfig:
+    """Return the settings with the labels that the training rows have. Raises ValueError for fewer than 2."""
+    names = FoundLabels(sorted(found, key=lambda name: (0, int(name), "") if _is_index(name) else (1, 0, name)))
     if len(names) < 2:
         raise ValueError(f"{config.source} has the labels {names}; classification needs 2 or more.")
     return config.model_copy(update={"labels": names})
 
 
-def _kind_of(label: Any) -> str:
+def kind_of_label(label: JSON) -> str:
     if isinstance(label, str):
         return "a string with a number" if re.fullmatch(NUMBER, label) else "a name"
     return kind(label)
 
 
-def _check_one_kind(kinds: dict[str, Any], source: Sources) -> None:
+def check_one_kind(kinds: Mapping[str, JSON], source: Sources) -> None:
     """Raise ValueError if the training rows mix kinds of labels. kinds: kind -> an example."""
     if kinds.keys() - {"a string with a number", "a name"} and len(kinds) > 1 and set(kinds) != _NUMBERS:
         found = ", ".join(f"{label!r:.40} ({name})" for name, label in kinds.items())
@@ -138,7 +150,7 @@ def label_weights(given: dict[str, float] | str | None, batches: Batches, names:
     if given is None:
         return None
     if isinstance(given, str):  # balanced: each label has the same total weight
-        values = batches.layout.columns.per_document("row_values")
+        values = batches.layout.objective.label_values(batches.layout.columns)  # pyright: ignore[reportAttributeAccessIssue]
         counts = values.sum(0) if values.shape[1] > 1 else np.bincount(values[:, 0].astype(int), minlength=len(names))
         return (counts.sum() / (len(counts) * np.maximum(counts, 1))).tolist()
     for name in given.keys() - set(names):
@@ -191,12 +203,12 @@ def _labels_of(row: Row, format: RowFormat, config: ClassificationDataConfig, on
 
 def _no_order(names: Iterable[str]) -> str:
     return (
-        f"data.labels is null, so the labels of the training rows are in alphabetical order: {_first_names(names)}. "
+        f"data.labels is null, so the labels of the training rows are in alphabetical order: {first_names(names)}. "
         "Set data.labels to these names in the order of your numbers."
     )
 
 
-def _first_names(names: Iterable[str]) -> str:
+def first_names(names: Iterable[str]) -> str:
     first = list(names)
     return ", ".join(first[:10]) + " ..." * (len(first) > 10)
 
@@ -205,7 +217,7 @@ def _is_index(label: str) -> bool:
     return label.isdecimal() and len(label) < 19
 
 
-def _index_of(label: str, names: list[str]) -> int:
+def index_of(label: str, names: list[str]) -> int:
     """Return the index of a label among `names`. A number is an index, unless names are numbers or were found in the
     rows.
 
@@ -220,7 +232,7 @@ def _index_of(label: str, names: list[str]) -> int:
         return int(label)
     if not names:
         return -1
-    raise ValueError(f"the label is {label!r:.40}; expected one of {_first_names(names)}.{did_you_mean(label, names)}")
+    raise ValueError(f"the label is {label!r:.40}; expected one of {first_names(names)}.{did_you_mean(label, names)}")
 
 
 @dataclass(frozen=True)
@@ -284,7 +296,7 @@ class LabelReader(RowReader):
         names = self.config.labels or []
         labels = _labels_of(row, self.formats[row.source], self.config, self.one_hot)
         with reading(row):
-            return [_index_of(label, names) for label in labels]
+            return [index_of(label, names) for label in labels]
 
     def fit(self, documents: list[Document], place: str, report: DataReport) -> list[Document]:
         if (kept := self.truncated(documents[0], place, report)) is None:
@@ -295,16 +307,24 @@ class LabelReader(RowReader):
 
 @dataclass(frozen=True, kw_only=True)
 class TextBatch(Batch):
-    """A batch of P texts."""
+    """A batch of P texts, or of texts with P labeled tokens. Then `last` are these tokens, `num_texts` is P, and
+    `targets` may be float32, the probability of the second of two labels."""
 
     last: Tensor  # (P,) int64: flattened position of each text's last token
     targets: Tensor  # (P,) int64: label index; with multi_label (P, C) float32: 1 for each label of the text
     num_texts: int
+    text_of: Tensor  # (P,) int64: number of the text that has each label
 
     labels_whole_rows: ClassVar[bool] = True
 
     def without_targets(self) -> TextBatch:
-        return replace(super().without_targets(), last=self.last[:0], targets=self.targets[:0], num_texts=0)
+        return replace(
+            super().without_targets(),
+            last=self.last[:0],
+            targets=self.targets[:0],
+            text_of=self.text_of[:0],
+            num_texts=0,
+        )
 
 
 class Classification(Objective):
@@ -312,10 +332,18 @@ class Classification(Objective):
     batch_type = TextBatch
     unit = "texts"
     recipe = "classify"
+    shown_metrics: ClassVar[Mapping[str, str]] = {"eval_macro_f1": "macro-F1 {:.3f}"}
     marks = (("text", "label"), ("text", "labels"))
 
     def settings_of_file(self, fields: Set[str]) -> list[str]:
         return [] if "label" in fields else ["data.multi_label=true"]
+
+    def of(self, config: ClassificationDataConfig) -> Objective:
+        return self if config.labels_per == "text" else import_module("lean_ft.data.token_labels").OBJECTIVE
+
+    def label_values(self, columns: Columns) -> np.ndarray:
+        """(N, 1) index of each text's label, or (N, C) 1 for each label of a text."""
+        return columns.per_document("row_values")
 
     def completed(self, config: ClassificationDataConfig) -> ClassificationDataConfig:
         return with_labels(config)
@@ -326,7 +354,7 @@ class Classification(Objective):
         return {"targets": targets, "num_texts": len(placed.documents)}
 
     def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
-        return {"last": placed.last}
+        return {"last": placed.last, "text_of": np.arange(len(placed.documents))}
 
 
 OBJECTIVE = Classification()

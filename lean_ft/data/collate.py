@@ -34,10 +34,12 @@ class Placed:
         pieces, row = np.concatenate(of_rows), np.repeat(np.arange(len(of_rows)), [len(some) for some in of_rows])
         self.documents = arrangement.documents[pieces]
         """(M,) documents in the columns."""
-        lengths, taken = arrangement.lengths[pieces], arrangement.taken[pieces]
-        shared, used = lengths - taken, _sums(taken, row, len(of_rows))
+        continued, shared = arrangement.continued(pieces)
+        lengths = arrangement.lengths[pieces]
+        taken = lengths - shared
+        used = _sums(taken, row, len(of_rows))
         begins = row * width + np.cumsum(taken) - taken - (np.cumsum(used) - used)[row]
-        prompts = begins[np.maximum.accumulate(np.where(shared == 0, np.arange(len(pieces)), 0))]
+        prompts = begins[continued]
         self._rest = width - used  # (B,) padding
 
         text = row if arrangement.joined else np.arange(len(pieces))
@@ -111,6 +113,11 @@ class Placed:
     def last(self) -> np.ndarray:
         """(M,) position of each text's last token."""
         return self.place[self._is_last]
+
+    @property
+    def num_shared(self) -> np.ndarray:
+        """(M,) tokens of each text that an earlier text has in its place."""
+        return self._shared
 
     def bounds(self) -> dict[str, Any]:
         """Arguments of the forward pass: the position of each token in its text, the boundaries of packed texts, and

@@ -75,6 +75,8 @@ class Fields:
     """Between prompt and completion, without a chat template and `data.separator`."""
     becomes: str = ""
     """What a row becomes, for the table of docs/data.md."""
+    is_alias: bool = False
+    """Whether it has the fields of another format under other names. It is detected, and cannot be set by its name."""
 
     def __post_init__(self) -> None:
         assert self.chat or self.completion or self.is_pair or self.text or self.ids, self
@@ -546,7 +548,8 @@ def check_rendering(config: DataConfig, tokenizer: Tokenizer, formats: Iterable[
                 "rows instead, or set data.chat_template."
             )
     tokenizer.check_template_kwargs(config.chat_template_kwargs, tokenizer.template_names)
-    if config.separator is not None and writes_chats(config, tokenizer):
+    is_of_texts = config.reads_separator and not config.reads_chats
+    if config.separator is not None and writes_chats(config, tokenizer) and not is_of_texts:
         raise ValueError(
             "data.separator applies without a chat template, but this model has one. Leave it out, or set "
             "data.chat=false."

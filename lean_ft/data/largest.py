@@ -32,7 +32,7 @@ def largest_batch(
     limit = config.max_completion_length if isinstance(config, AnswerDataConfig) else None
     answer = length if limit is None else min(length, limit)
     shares = share_prompts and not config.packs_rows
-    taken = length + answer if shares else length * sides  # positions of a row of data
+    taken = length * (sides - 1) + (answer if shares else length)  # positions of a row of data
     number = batch_size if config.batch_tokens is None else config.batch_tokens // taken
     if number * taken > MOST_TOKENS:
         size = f"batch_size={batch_size}" if config.batch_tokens is None else f"data.batch_tokens={config.batch_tokens}"
@@ -46,7 +46,7 @@ def largest_batch(
     for document in documents:
         document.trained[:prompt] = False
     columns = Columns.join(documents)
-    shared = np.tile([0, prompt], number) if share_prompts else None
+    shared = np.tile([*[0] * (sides - 1), prompt], number) if share_prompts else None
     arrangement = arrange(columns.lengths, config, number, shared)
     return collate(arrangement, columns, objective, np.arange(len(arrangement)))
 

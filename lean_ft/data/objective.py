@@ -13,7 +13,7 @@ Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M th
 from __future__ import annotations
 
 import sys
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,6 +28,7 @@ from lean_ft.settings import DataConfig
 if TYPE_CHECKING:
     from lean_ft.data.batches import Batches
     from lean_ft.data.collate import Placed
+    from lean_ft.tokenizers import Tokenizer
 
 
 class Objective:
@@ -39,6 +40,8 @@ class Objective:
     """Unit in reports."""
     judged: ClassVar[str] = ""
     """Unit of which an evaluation counts those that are right, such as words; empty: `unit`."""
+    shown_metrics: ClassVar[Mapping[str, str]] = {}
+    """Metrics of an evaluation that its log line shows after the loss, with their formats, in order."""
     scored_by: ClassVar[str | None] = "score"
     """Command that gives such rows the scores of a model with an output layer for them; None if there is none."""
     recipe: ClassVar[str] = ""
@@ -49,11 +52,26 @@ class Objective:
     """Names of rejected or undesirable sequences, colored in previews."""
     of_loss: ClassVar[tuple[str, ...]] = OF_LOSS
     """Columns that the model does not read."""
+    sequences: ClassVar[str] = "completions"
+    """What follows a prompt that is computed once, in the log."""
     shares_prompts: ClassVar[bool] = False
     """Whether the sequences of a row can share their prompt."""
 
+    def of(self, config: Any) -> Objective:
+        """Return the objective of these settings, for an objective whose settings choose between several."""
+        return self
+
     def check(self, config: DataConfig, share_prompts: bool) -> None:
         """Raise ValueError for settings that the recipe does not support."""
+
+    def shared(self, columns: Columns, config: DataConfig, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+        """Return what N documents share if prompts are computed once, by the names of `arrange`'s arguments: `shared`
+        (N,) tokens, and `groups` (N,) unless each document continues the one before it."""
+        raise ValueError(f"{self.unit} share no prompts: call prepare_batches without `share_prompts`.")
+
+    def why_not_shared(self, config: DataConfig) -> str:
+        """Return why these settings do not allow prompts that are computed once; empty if they do."""
+        return ""
 
     def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
         """Return the batch fields that need no tokens, so that they are available before the batch is built."""
@@ -81,6 +99,11 @@ class Objective:
         """Return the settings with what all rows say, such as the labels. `leanft validate` reads the first rows with
         settings that are not completed."""
         return config
+
+    def words_to_try(self, config: Any, run: Path) -> list[str] | None:
+        """Return the words after `leanft` of the command that tries the model of a run, in the run's folder; None if
+        the model writes text, or scores of rows (`scored_by`)."""
+        return None
 
     def describe(self, values: np.ndarray) -> list[str]:
         """Return remarks for the report; values: (N, V), from `RowReader.values`, of all N sequences."""
@@ -114,7 +137,7 @@ def objectives() -> list[Objective]:
 def objective_of(config: DataConfig) -> Objective:
     """Return the objective of the class of `config`. Raises ValueError if there is none."""
     if isinstance(config.objective, Objective):
-        return config.objective
+        return config.objective.of(config)
     if not isinstance(config.objective, str):
         raise ValueError(
             f"{type(config).__name__}.objective is {config.objective!r}; expected an instance of a subclass of "
@@ -125,7 +148,7 @@ def objective_of(config: DataConfig) -> Objective:
             f"data settings of the class {type(config).__name__} do not say how rows are rendered; expected a subclass "
             "of SFTDataConfig, PreferenceDataConfig or another class of lean_ft.settings that has an objective."
         )
-    return import_module(f"lean_ft.data.{config.objective}").OBJECTIVE
+    return import_module(f"lean_ft.data.{config.objective}").OBJECTIVE.of(config)
 
 
 def own_files(config: DataConfig) -> dict[str, str]:

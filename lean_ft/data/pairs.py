@@ -43,7 +43,7 @@ from lean_ft.data.parts import first_type
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Row, kind
 from lean_ft.settings import AnswerDataConfig, DataConfig, PreferenceDataConfig, RewardDataConfig
-from lean_ft.tokenizers import Passage
+from lean_ft.tokenizers import Passage, Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -275,6 +275,12 @@ class PreferencePairs(Objective):
                 "out, or edit the recipe: pass share_prompts=shares_prompts(cfg) to prepare_batches, and the batch's "
                 "prefixes to the model."
             )
+
+    def shared(self, columns: Columns, config: DataConfig, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+        shared = np.zeros(len(columns), dtype=np.int64)  # 0 for a chosen answer, the prompt for a rejected one
+        for i in range(0, len(columns), 2):
+            shared[i + 1] = num_prompt_tokens([columns[i], columns[i + 1]])
+        return {"shared": shared}
 
     def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
         sides, rows = placed.sides, placed.documents[:: placed.sides]

@@ -33,7 +33,6 @@ from lean_ft.data.kinds import Kind
 from lean_ft.data.largest import largest_batch
 from lean_ft.data.objective import Objective, objective_of, own_files
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
-from lean_ft.data.pairs import num_prompt_tokens
 from lean_ft.data.parts import kinds_of
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import NamedDigest
@@ -53,8 +52,8 @@ def prepare_batches(
     Batches have `batch_size` rows of data and the fields of the objective named by the class of `config`. Held-out rows
     come from `validation_source`, or are a `validation_fraction` of the source's rows, drawn with `seed` before
     packing. Weights repeat or drop training rows, never held-out rows. Documents and packings are cached. With
-    `share_prompts`, the prompt of a pair is computed once. Raises ValueError with the place for unreadable files and
-    rows, and if the settings require shared prompts and the recipe does not support them.
+    `share_prompts`, the prompt of several sequences is computed once. Raises ValueError with the place for unreadable
+    files and rows, and if the settings require shared prompts and the recipe does not support them.
     """
     preparation = Preparation(config, tokenizer, batch_size, seed, share_prompts)
     preparation.check()
@@ -221,13 +220,15 @@ class Preparation:
         Packings and shared prompt lengths are cached. Raises ValueError as `check_context` does.
         """
         columns, report, keys = prepared.documents, prepared.report, self.keys(prepared)
-        packed, shared = None, None
+        packed, sharing = None, dict[str, np.ndarray]()
         report.remarks = self.objective.describe(columns.per_document("row_values"))
         if self.share_prompts:
-            shared = self._cached(keys.sharing, lambda: {"shared": shared_prompts(columns)})["shared"]
+            sharing = self._cached(keys.sharing, lambda: self.objective.shared(columns, self.config, self.tokenizer))
         if self.config.packs_rows:
-            packed = self._cached(keys.packing, lambda: pack_documents(columns.lengths, self.config, shared))
-        arrangement = arrange(columns.lengths, self.config, self.batch_size, shared, packed)
+            packed = self._cached(
+                keys.packing, lambda: pack_documents(columns.lengths, self.config, sharing.get("shared"))
+            )
+        arrangement = arrange(columns.lengths, self.config, self.batch_size, packed=packed, **sharing)
         for kind in columns.kinds:
             kind.describe(columns, report, len(self.config.sides))
         work = tuple(kind.work(columns)[arrangement.documents] for kind in columns.kinds)
@@ -270,7 +271,7 @@ class Preparation:
     def contents(self, whole: Prepared) -> Contents:
         """What `fingerprint` hashes, by name, but for the settings."""
         versions = [Content("the packing, which this version of lean_ft computes", str(PACKING_VERSION))]
-        sharing = [Content("the prompt of a pair, which is computed once", "")] if self.share_prompts else []
+        sharing = [Content("prompts, which are computed once", "")] if self.share_prompts else []
         packing = versions if self.config.packing in ("bfd", "bfd_split") else []
         of_tokenizer = contents_of_tokenizer(self.tokenizer)
         return Contents([*whole.content.parts, *of_tokenizer, *packing, *sharing, *self._contents_of_documents(whole)])
@@ -338,15 +339,6 @@ def check_context(arrangement: Arrangement, report: DataReport, config: DataConf
             f"Set data.max_length={context_length} to see which rows, and data.overflow=truncate or data.overflow=drop "
             "to train anyway."
         )
-
-
-def shared_prompts(columns: Columns) -> np.ndarray:
-    """Return, for N documents of pairs, how many prompt tokens each shares with the document before it, (N,): the
-    prompt length for a rejected answer, 0 for a chosen answer."""
-    shared = np.zeros(len(columns), dtype=np.int64)
-    for i in range(0, len(columns), 2):
-        shared[i + 1] = num_prompt_tokens([columns[i], columns[i + 1]])
-    return shared
 
 
 def report_packing(report: DataReport, arrangement: Arrangement, columns: Columns, config: DataConfig) -> None:

@@ -75,6 +75,8 @@ class DataReport:
     """Empty answers, in kept and dropped rows."""
     developer_chats: int = 0
     """Chats whose developer messages are written as system messages."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """What a reader counts besides rows and tokens, such as labels that were cut off, by its description."""
     joined: dict[str, int] = field(default_factory=dict)
     """Number of prompts and completions rendered without a chat template, by separator."""
     unread: dict[str, int] = field(default_factory=dict)
@@ -124,6 +126,7 @@ class DataReport:
         parts += [
             counted(number, unit) + text for name, (unit, text) in ANSWERS.items() if (number := getattr(self, name))
         ]
+        parts += [f"{number:,} {what}" for what, number in self.notes.items()]
         parts += [
             f"without a chat template: {count:,} prompts and completions joined by "
             f"{repr(between) if between else 'nothing'} (data.separator)"
@@ -168,6 +171,10 @@ class DataReport:
 
     def drop(self, reason: str) -> None:
         count([reason], self.dropped)
+
+    def note(self, what: str, number: int) -> None:
+        """Count `number` more of something that the report names, if any."""
+        _add_counts(self.notes, {what: number} if number else {})
 
     def count_passage(self, passage: Passage) -> None:
         """Count a passage's rewritten and empty answers and its separator."""
@@ -229,7 +236,7 @@ class DataReport:
         self.bad_row_examples = (self.bad_row_examples + other.bad_row_examples)[:NUM_BAD_ROWS_SHOWN]
         pairs = zip_longest(self.kept_by_source, other.kept_by_source, fillvalue=0)
         self.kept_by_source = [ours + theirs for ours, theirs in pairs]
-        for name in ("dropped", "joined", "unread", "columns", "shown", "unreadable"):
+        for name in ("dropped", "notes", "joined", "unread", "columns", "shown", "unreadable"):
             _add_counts(getattr(self, name), getattr(other, name))
         for unit, fields in other.unseen.items():
             _add_counts(self.unseen.setdefault(unit, {}), fields)

@@ -48,7 +48,7 @@ def export_dcp(
     remark = check_tower_is_unchanged(folder, "a DCP folder")
     model, tokenizer, merged = read_source(folder, merge, base, wanted_dtype)
     tensors = tensors_on_disk(model)
-    if model.head is None:
+    if model.ties_output:
         tensors["lm_head.weight"] = model.output_weight.detach()
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     destination.parent.mkdir(parents=True, exist_ok=True)

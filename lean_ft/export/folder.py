@@ -31,6 +31,7 @@ from lean_ft.models.source import Source
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
 from lean_ft.peft.stored_adapter import read_adapter
+from lean_ft.system.passes import evaluating
 from lean_ft.system.run_directory import TRAINING_STATE_FILE, read_training_state
 from lean_ft.system.units import parse_bytes
 from lean_ft.system.whole_files import write_whole
@@ -75,10 +76,10 @@ def export_folder(
     if keep_vision:
         model.source = _source_of_whole(model, folder, base)
     wanted = model.dtype
-    expected = _logits(model)
+    expected, what = _logits(model), "logits" if model.config.has_output else "hidden states"
     if not expected.isfinite().all():
         raise ValueError(
-            f"the logits of {folder} are not finite in {wanted}. The model is broken, or its activations are too large "
+            f"the {what} of {folder} are not finite in {wanted}. The model is broken, or its activations are too large "
             "for this dtype: export it as bfloat16 or float32."
         )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -101,7 +102,7 @@ def export_folder(
         difference = _compare(expected, _logits(saved), wanted)
     kept = f"{num_kept} unchanged tensors of {whole}" if keep_vision else ""
     parts = _contents(destination, num_parameters, wanted, tokenizer), kept, drafting
-    read_back = f"Read back: its logits equal the source's (largest difference {difference:g})."
+    read_back = f"Read back: its {what} equal the source's (largest difference {difference:g})."
     return Exported(folder, destination, f"{', '.join(filter(None, parts))}.\n{read_back}", merged)
 
 
@@ -170,12 +171,13 @@ def _source_of_whole(model: Decoder, folder: Path, base: str | Path | None) -> S
 
 @torch.inference_mode()
 def _logits(model: Decoder) -> torch.Tensor:
-    """Return logits (1, T, V) in float32, for ids spread over the vocabulary, of which the first shows something to
-    the vision tower, if the model has one."""
+    """Return logits (1, T, V) in float32, or hidden states without an output layer, for ids spread over the
+    vocabulary, of which the first shows something to the vision tower, if the model has one."""
     num_positions = min(_NUM_POSITIONS, model.config.max_positions)
     ids = torch.arange(num_positions) * 7919 % model.config.vocab_size
     inputs = {} if model.vision is None else model.vision.shown_by_first_token(ids.device)
-    return model(ids[None], **inputs).float()
+    with evaluating(model):
+        return model(ids[None], return_hidden=not model.config.has_output, **inputs).float()
 
 
 def _compare(expected: torch.Tensor, logits: torch.Tensor, dtype: torch.dtype) -> float:

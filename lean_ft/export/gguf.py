@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lean_ft.embedding.gguf import metadata_of_vectors, remark_about_vectors
 from lean_ft.export.ollama import modelfile
 from lean_ft.export.places import (
     Exported,
@@ -82,6 +83,9 @@ def export_gguf(
         raise ValueError(f"{for_ollama} exists. Choose a destination in another folder, or overwrite it with --force.")
     check_tower_is_unchanged(folder, "a GGUF file", _TOWER)
     model, tokenizer, merged = read_source(folder, merge, base)
+    if model.config.bidirectional or model.config.dense:
+        what = "tokens that see later ones" if model.config.bidirectional else "layers after pooling"
+        raise ValueError(f"{folder}: a GGUF file of a model with {what} is not supported. Export it as a folder.")
     if model.config.num_scores:
         of_scores = kind_of_scores(model.config.num_scores)
         raise ValueError(f"{folder} is {of_scores}, which llama.cpp cannot run. Export it as a folder.")
@@ -89,6 +93,7 @@ def export_gguf(
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
     metadata = model_metadata(model, family, kind, destination.stem, tokenizer, stop_ids(model, tokenizer))
+    metadata |= metadata_of_vectors(folder, family.architecture, tokenizer)
     text = modelfile(model, tokenizer, destination.name) if ollama else None
     mix = Mix(kind, family.architecture, model.config)
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
@@ -110,7 +115,7 @@ def export_gguf(
     if errors:
         details += f"\nrelative error of the weights: {errors}"
     details += _differences(model, metadata) + lost_drafting(model.source)
-    details += remark_about_tower(model, whole_before(folder), folder, kind)
+    details += remark_about_tower(model, whole_before(folder), folder, kind) + remark_about_vectors(folder)
     return Exported(folder, destination, details, merged)
 
 

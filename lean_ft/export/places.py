@@ -12,6 +12,7 @@ import torch
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.models import Decoder, load_model, stored_labels
+from lean_ft.models.beside import is_beside
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.load_options import keywords_of_run, tower_of_run
 from lean_ft.models.own_families import check_own_families
@@ -173,10 +174,14 @@ def check_destination(destination: Path, source: Path, force: bool) -> None:
 
 def _is_model_file(entry: Path) -> bool:
     if entry.is_dir():
-        return entry.name in TEMPLATE_FOLDERS
+        return entry.name in TEMPLATE_FOLDERS or is_beside(entry)
     if entry.name == ".metadata" or entry.suffix == ".distcp":  # a DCP folder
         return True
-    return entry.name in _MODEL_FILES or (entry.suffix == ".safetensors" and entry.name.startswith("model"))
+    return (
+        entry.name in _MODEL_FILES
+        or is_beside(entry)
+        or (entry.suffix == ".safetensors" and entry.name.startswith("model"))
+    )
 
 
 @contextmanager

@@ -51,6 +51,7 @@ from lean_ft.settings import (
 from lean_ft.system.cache import cache_folder, growing_array
 from lean_ft.system.host_link import open_link
 from lean_ft.system.log import say
+from lean_ft.system.passes import evaluating
 from lean_ft.system.shards import ALONE, Ranks, local, part_of
 from lean_ft.training.progress import shown
 from lean_ft.training.records import facts_that_ranks_share
@@ -128,10 +129,9 @@ def _of_second_model(
 
 
 def _without_adapter(model: Decoder, log_probs: Callable[..., Any]) -> Callable[[Any], Tensor]:
-    @torch.no_grad()
     def ask(batch: Any) -> Tensor:
-        batch.encode_once(model)  # the policy's pass follows
-        with adapter_off(model) if has_adapter(model) else nullcontext():
+        with evaluating(model), adapter_off(model) if has_adapter(model) else nullcontext():
+            batch.encode_once(model)  # the policy's pass follows
             return log_probs(model, batch).log_probs
 
     return ask

@@ -16,9 +16,11 @@ from lean_ft.data.documents import renderer_of
 from lean_ft.data.formats import FORMATS, NUM_ROWS_TO_DETECT, formats_of
 from lean_ft.data.pairs import PairReader
 from lean_ft.data.sources import RowSources
+from lean_ft.data.token_labels import SPANS, TokenLabelReader, spans_of
 from lean_ft.frozen.reward_model import open_reward_model, score, token_scores
+from lean_ft.losses.entities import are_bio
 from lean_ft.models import Decoder
-from lean_ft.models.config_json import label_names
+from lean_ft.models.config_json import label_names, labels_tokens
 from lean_ft.settings import ClassificationDataConfig, DataConfig, PreferenceDataConfig, SFTDataConfig
 from lean_ft.tokenizers import Tokenizer
 
@@ -63,6 +65,11 @@ def score_rows(
     pairs, one list per side). Sequences are not truncated. Raises ValueError for an unreadable row, with its place.
     """
     settings = {"source": data} if isinstance(data, str) else data.model_dump()
+    if labels_tokens(model.source.config):
+        yield from _tagged(
+            model, tokenizer, ClassificationDataConfig.model_validate(settings | {"labels_per": "token"})
+        )
+        return
     if model.config.num_scores > 1:
         yield from _classified(model, tokenizer, ClassificationDataConfig.model_validate(settings))
         return
@@ -105,6 +112,34 @@ def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationData
             likely = [name for name in names if found[name] >= 0.5]
             said = {"predictions": likely} if is_multi else {"prediction": max(names, key=found.__getitem__)}
             yield {**row.fields, **said, "probabilities": found}
+
+
+def _tagged(model: Decoder, tokenizer: Tokenizer, config: ClassificationDataConfig) -> Iterator[dict[str, Any]]:
+    """Yield the rows with the likeliest label of each word or step as `predictions`, and the `probabilities` of the
+    labels, a list for each. None stands for a word without a token of its own.
+
+    Rows of `text` also get `words`, the (start, end) of each word, and if the labels are O, B-NAME and I-NAME,
+    `predicted_spans`.
+    """
+    config, names = config.model_copy(update={"labels": []}), label_names(model.source.config)
+    render = renderer_of(config, tokenizer)
+    reader, rows = render.reader, render.sources.rows()
+    assert isinstance(reader, TokenLabelReader)
+    while some := list(islice(rows, ROWS_AT_A_TIME)):
+        readable = [(row, reader.labeled(row)) for row, _ in render.whole(some)]
+        scores_of_rows = token_scores(model, [labeled.ids.tolist() for _, labeled in readable])
+        for (row, labeled), scores in zip(readable, scores_of_rows, strict=True):
+            has_token = (labeled.places >= 0).tolist()
+            found = scores[labeled.places].softmax(1)  # (U, C)
+            likely = [names[i] if has else None for i, has in zip(found.argmax(1).tolist(), has_token, strict=True)]
+            columns = dict(zip(names, found.T.tolist(), strict=True))
+            said = {n: [p if has else None for p, has in zip(ps, has_token, strict=True)] for n, ps in columns.items()}
+            more: dict[str, Any] = {}
+            if reader.formats[row.source].name == SPANS:
+                more["words"] = labeled.units.spans
+                if are_bio(names):
+                    more["predicted_spans"] = spans_of(labeled.units.spans, likely)
+            yield {**row.fields, "predictions": likely, "probabilities": said, **more}
 
 
 def score_lines(model: Decoder, tokenizer: Tokenizer, data: str | DataConfig, per_token: bool = False) -> Iterator[str]:

@@ -42,6 +42,7 @@ from lean_ft.models import Decoder, FewRows, KVCache, pack_in_place
 from lean_ft.models.cache import in_pinned_memory, on_device
 from lean_ft.system.environment import memory_bytes
 from lean_ft.system.log import say
+from lean_ft.system.passes import evaluating
 from lean_ft.system.world import world
 from lean_ft.tokenizers.loading import context_length
 
@@ -287,21 +288,22 @@ class Decoding:
         self._graphs: StepGraphs | None = None
         self._is_late = False
 
-    @torch.no_grad()
+    @torch.no_grad()  # also beside `evaluating`, so that the caller has gradients between two steps
     def steps(self) -> Iterator[dict[int, int]]:
         """Yield each step's tokens by the rows' places; empty after a part of a prompt."""
-        yield from self._begin()
-        while self._batch or self._queue or self._waiting:
-            on_host, is_ahead = self._launch()
-            places = self._take(on_host())
-            yield {self._batch[i].place: self._batch[i].completion.ids[-1] for i in places}
-            self._end_turns(places, is_ahead)
-            staying = [i for i, row in enumerate(self._batch) if row.continues(self._sampling)]
-            new, replied = self._next_rows(len(staying))
-            self._regroup(staying, len(new) + len(replied))
-            if self._batch and not self._is_late:
-                yield from self._step()
-            yield from self._join(new, replied)
+        with evaluating(self._model):
+            yield from self._begin()
+            while self._batch or self._queue or self._waiting:
+                on_host, is_ahead = self._launch()
+                places = self._take(on_host())
+                yield {self._batch[i].place: self._batch[i].completion.ids[-1] for i in places}
+                self._end_turns(places, is_ahead)
+                staying = [i for i, row in enumerate(self._batch) if row.continues(self._sampling)]
+                new, replied = self._next_rows(len(staying))
+                self._regroup(staying, len(new) + len(replied))
+                if self._batch and not self._is_late:
+                    yield from self._step()
+                yield from self._join(new, replied)
 
     def _begin(self) -> Iterator[dict[int, int]]:
         """Read the first rows' prompts, and choose their first tokens."""

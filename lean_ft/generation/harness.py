@@ -18,6 +18,7 @@ from lean_ft.generation.choosing import Sampling
 from lean_ft.generation.decoding import longest_first, sample
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.models import Decoder
+from lean_ft.system.passes import evaluating
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.loading import context_length
 
@@ -73,7 +74,7 @@ class HarnessModel(TemplateLM):
             texts = [torch.tensor(asked[i][0][:-1], dtype=torch.int64) for i in rows]
             padded = pad_sequence(texts, batch_first=True)
             # A model in training may be compiled for fixed shapes and for a backward pass.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with evaluating(self.model), torch.compiler.set_stance("force_eager"):
                 hidden = self.model(padded.to(self.model.device), return_hidden=True)  # (B, T, D)
                 for row, i in enumerate(rows):
                     ids, count = asked[i]

@@ -4,9 +4,9 @@ Source: https://platform.openai.com/docs/api-reference/chat; `top_k`, `min_p` an
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import groupby
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -169,10 +169,44 @@ _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class ChatRequest(RequestObject):
-    """The body of POST /v1/chat/completions."""
+class APIRequest(RequestObject):
+    """The body of a POST request."""
+
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Values that change nothing here. Other values of a field that the request lacks are refused."""
+    ignored: ClassVar[Collection[str]] = ("user",)
+    """Fields that are not read."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Read a request. Raises Refused with the problem, the value found and what is allowed."""
+        try:
+            fields = from_json(body)
+        except ValueError as error:
+            raise Refused(400, f"the body is not JSON: {error}.") from None
+        if not isinstance(fields, dict):
+            raise Refused(400, f"expected a JSON object, found {kind(fields)}.")
+        fields = {
+            name: value
+            for name, value in fields.items()
+            if value is not None and name not in cls.ignored and value not in cls.without_effect.get(name, ())
+        }
+        if name := next((name for name in fields if name in cls.without_effect.keys() - cls.model_fields.keys()), None):
+            raise Refused(400, f"{name} is not supported. Remove it.", "unsupported_parameter", name)
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise _refusal(error, cls.model_fields) from None
+
+
+class ChatRequest(APIRequest):
+    """The body of POST /v1/chat/completions."""
+
+    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = _NO_EFFECT
+    ignored: ClassVar[Collection[str]] = frozenset(_IGNORED.split())
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -286,27 +320,6 @@ class ChatRequest(RequestObject):
         """The content parts that are no text."""
         return [part for message in self.messages for part in message.attached]
 
-    @classmethod
-    def read(cls, body: bytes) -> Self:
-        """Read a request. Raises Refused with the problem, the value found and what is allowed."""
-        try:
-            fields = from_json(body)
-        except ValueError as error:
-            raise Refused(400, f"the body is not JSON: {error}.") from None
-        if not isinstance(fields, dict):
-            raise Refused(400, f"expected a JSON object, found {kind(fields)}.")
-        fields = {
-            name: value
-            for name, value in fields.items()
-            if value is not None and name not in _IGNORED.split() and value not in _NO_EFFECT.get(name, ())
-        }
-        if name := next((name for name in fields if name in _NO_EFFECT.keys() - cls.model_fields.keys()), None):
-            raise Refused(400, f"{name} is not supported. Remove it.", "unsupported_parameter", name)
-        try:
-            return cls.model_validate(fields)
-        except ValidationError as error:
-            raise _refusal(error) from None
-
 
 def _in_words(path: str) -> str:
     """Return `messages.0.content` as `message 1, content`: errors count messages and other items from 1."""
@@ -318,13 +331,13 @@ def _in_words(path: str) -> str:
     return re.sub(r"(\w+)\.(\d+)(\.|$)", counted, path)
 
 
-def _refusal(error: ValidationError) -> Refused:
+def _refusal(error: ValidationError, known: Collection[str]) -> Refused:
     first = error.errors(include_url=False)[0]
     parts = (part for part, _ in groupby(map(str, first["loc"])))  # the type of a content part is often a field too
     name = ".".join(parts)[:100]
     place = _in_words(name)
     if first["type"] == "extra_forbidden":
-        hint = did_you_mean(name, ChatRequest.model_fields)
+        hint = did_you_mean(name, known)
         return Refused(400, f"unknown field: {place}.{hint}", "unknown_parameter", name)
     if first["type"] == "missing":
         return Refused(400, f"{place} is missing.", None, name)

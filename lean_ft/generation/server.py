@@ -22,10 +22,10 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from ipaddress import ip_address
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import uvicorn
 from starlette.applications import Starlette
@@ -57,27 +57,25 @@ CHARACTERS_A_TOKEN = 32  # longer texts, in multiples of the context, are refuse
 _End = Exception | None  # the error that ended a completion, if any
 
 
-class ChatServer:
-    """Serves `model` as `name` at `host` and `port` (0: a free port); `serve_forever` runs until `shutdown` or Ctrl-C.
+class TakesTurns(Protocol):
+    """Something that the computing thread computes in parts, so that others wait for one part at most."""
 
-    `max_new_tokens` applies to requests without a length. With a `token`, requests must send it. Raises ValueError for
-    a model without a chat template, for a host other than loopback without a token, and for an address that cannot be
-    used.
+    def take_turn(self) -> bool:
+        """Compute a part; return whether there is more to compute."""
+        ...
+
+
+class APIServer:
+    """Serves a model as `name` at `host` and `port` (0: a free port); `serve_forever` runs until `shutdown` or Ctrl-C.
+
+    A subclass adds the routes of one kind of model. With a `token`, requests must send it. Raises ValueError for a host
+    other than loopback without a token, and for an address that cannot be used.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        tokenizer: Tokenizer,
-        name: str,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        max_new_tokens: int = 1024,
-        token: str | None = None,
-    ) -> None:
-        if tokenizer.chat_template is None:
-            raise ValueError(f"{name} has no chat template. Serve a model that has one.")
+    known = "GET /v1/models"
+    """The routes, for errors."""
+
+    def __init__(self, name: str, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         if not token and not _is_loopback(host):
             raise ValueError(
                 f"--host {host} accepts requests from other machines. Set the environment variable LEANFT_TOKEN, which "
@@ -89,20 +87,12 @@ class ChatServer:
             raise ValueError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port.") from None
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.address[1]}/v1"
-        self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.max_new_tokens, self.token = max_new_tokens, token or None
-        self._most_body_bytes = most_body_bytes(tokenizer)
-        self._decodes = threading.Lock()
+        self.name, self.token = name, token or None
         self._started = int(time.time())
         self._turns = _Turns()
-        app = Starlette(
-            routes=[
-                Route("/v1/models", self._guarded(self._models)),
-                Route("/v1/models/{name:path}", self._guarded(self._models)),
-                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
-            ],
-            exception_handlers={HTTPException: _nothing_here},
-        )
+        models = [Route(path, self._guarded(self._models)) for path in ("/v1/models", "/v1/models/{name:path}")]
+        added = [Route(path, self._guarded(answer), methods=["POST"]) for path, answer in self.endpoints().items()]
+        app = Starlette(routes=models + added, exception_handlers={HTTPException: self._nothing_here})
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -115,6 +105,10 @@ class ChatServer:
             timeout_graceful_shutdown=1,
         )
         self._uvicorn = uvicorn.Server(config)
+
+    def endpoints(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """The functions that answer POST requests, by path. They may raise `Refused`."""
+        return {}
 
     def serve_forever(self) -> None:
         """Serve until `shutdown`. Raises KeyboardInterrupt on Ctrl-C."""
@@ -168,23 +162,71 @@ class ChatServer:
             raise self._no_model(wanted)
         return JSONResponse(card)
 
+    async def body_of(self, request: Request, most_bytes: int) -> bytes:
+        """Return a request's JSON, not yet parsed. Raises Refused for another content type, for a body that is too
+        long, and for one that does not arrive in time."""
+        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "expected Content-Type: application/json.")
+        try:
+            return await asyncio.wait_for(_body(request, most_bytes), BODY_SECONDS)
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {BODY_SECONDS} s.") from None
+
+    def check_model(self, wanted: str | None) -> None:
+        """Raise Refused for a request to another model."""
+        if wanted not in (None, self.name):
+            raise self._no_model(str(wanted))
+
+    def add(self, turn: TakesTurns) -> None:
+        """Let the computing thread compute a request in turns with others. Raises Refused if too many wait."""
+        self._turns.add(turn)
+
+    async def _nothing_here(self, request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        unknown = f"unknown: {request.method} {request.url.path[:100]}. Use {self.known}."
+        return _refusal(request, Refused(status, unknown))
+
     def _no_model(self, wanted: str) -> Refused:
         return Refused(
             404, f"no such model: {wanted!r:.100}. This server has {self.name!r}.", "model_not_found", "model"
         )
 
+
+class ChatServer(APIServer):
+    """Serves a language model by the chat API. `max_new_tokens` applies to requests without a length.
+
+    Raises ValueError as `APIServer` does, and for a model without a chat template.
+    """
+
+    known = "POST /v1/chat/completions and GET /v1/models"
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        name: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_new_tokens: int = 1024,
+        token: str | None = None,
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise ValueError(f"{name} has no chat template. Serve a model that has one.")
+        super().__init__(name, host=host, port=port, token=token)
+        self.model, self.tokenizer, self.max_new_tokens = model, tokenizer, max_new_tokens
+        self._most_body_bytes = most_body_bytes(tokenizer)
+        self._decodes = threading.Lock()
+
+    def endpoints(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        return {"/v1/chat/completions": self._chat}
+
     async def _chat(self, request: Request) -> Response:
-        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "expected Content-Type: application/json.")
-        try:
-            chat = ChatRequest.read(await asyncio.wait_for(_body(request, self._most_body_bytes), BODY_SECONDS))
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {BODY_SECONDS} s.") from None
-        if chat.model not in (None, self.name):
-            raise self._no_model(str(chat.model))
+        chat = ChatRequest.read(await self.body_of(request, self._most_body_bytes))
+        self.check_model(chat.model)
         prompt, how, turn = await asyncio.to_thread(self._prompt_of, chat)
         answer = _Answer(self.model, self.tokenizer, prompt, how, turn)
-        self._turns.add(answer)
+        self.add(answer)
         watch = asyncio.create_task(answer.end_without(request))
         pieces = self._logged(request, answer, watch)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
@@ -215,7 +257,7 @@ class ChatServer:
             answer.is_over = True
             watch.cancel()
             tokens = f"{len(answer.ids)} completion tokens, {len(answer.prompt)} prompt tokens"
-            say("answered", f"{_client(request)}: {tokens}, {time.monotonic() - begun:.1f} s, {outcome}")
+            say("answered", f"{client_of(request)}: {tokens}, {time.monotonic() - begun:.1f} s, {outcome}")
 
     def _prompt_of(self, asked: ChatRequest) -> tuple[Document, Sampling, CallingTurn]:
         """The prompt, the sampling settings, and the turn to sample. Runs in a thread, since a long text takes a
@@ -337,7 +379,7 @@ class _Turns:
     """The computing thread, which takes turns."""
 
     def __init__(self) -> None:
-        self._new = queue.SimpleQueue[_Answer | None]()
+        self._new = queue.SimpleQueue[TakesTurns | None]()
         self._num_answers = 0
         self._lock = threading.Lock()
 
@@ -347,7 +389,7 @@ class _Turns:
     def stop(self) -> None:
         self._new.put(None)
 
-    def add(self, answer: _Answer) -> None:
+    def add(self, answer: TakesTurns) -> None:
         with self._lock:
             if self._num_answers >= MOST_WAITING:
                 raise Refused(429, f"{MOST_WAITING} requests are waiting. Try again later.", "rate_limit_exceeded")
@@ -355,7 +397,7 @@ class _Turns:
         self._new.put(answer)
 
     def _run(self) -> None:
-        running: list[_Answer] = []
+        running: list[TakesTurns] = []
         while True:
             while len(running) < MOST_AT_ONCE and not (running and self._new.empty()):
                 answer = self._new.get()
@@ -422,19 +464,13 @@ def _failure(error: Exception) -> Refused:
 
 
 def _refusal(request: Request, refused: Refused) -> Response:
-    say("refused" if refused.status < 500 else "failed", f"{_client(request)}: {refused.status}, {refused!s:.200}")
+    say("refused" if refused.status < 500 else "failed", f"{client_of(request)}: {refused.status}, {refused!s:.200}")
     # Otherwise the unread rest of the body would be parsed as the next request.
     headers = {"Connection": "close"} if refused.status in (408, 413) else None
     return JSONResponse(refused.body, refused.status, headers=headers)
 
 
-async def _nothing_here(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    known = "POST /v1/chat/completions and GET /v1/models"
-    return _refusal(request, Refused(status, f"unknown: {request.method} {request.url.path[:100]}. Use {known}."))
-
-
-def _client(request: Request) -> str:
+def client_of(request: Request) -> str:
     return "unknown" if request.client is None else request.client.host
 
 

@@ -77,7 +77,7 @@ def open_model(
     if adapters:
         load_adapter(model, *adapters)
     pack_for_generation(model, new_tokens)
-    return model, tokenizer_of(*adapters[:1], folder, model=model)
+    return model.eval(), tokenizer_of(*adapters[:1], folder, model=model)
 
 
 def _open_quantized(folder: Path, dtype: torch.dtype, device: torch.device, *, has_adapters: bool) -> Decoder:

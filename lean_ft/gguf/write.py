@@ -5,7 +5,7 @@ Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's tensor name
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,10 @@ def gguf_family(model: Decoder, folder: Path) -> GGUFFamily:
         raise ValueError(
             f"{is_computed}: {str(error).removesuffix(_AGAIN)} Export a Hugging Face folder instead."
         ) from None
-    own, of_file = (dict(_facts_of(config, "", family.not_stored)) for config in (model.config, read))
+    config = model.config
+    if not config.has_output:  # llama.cpp then takes the embedding
+        config = replace(config, has_output=True, tied_embeddings=True)
+    own, of_file = (dict(_facts_of(one, "", family.not_stored)) for one in (config, read))
     for place in own | of_file:
         found, expected = own.get(place), of_file.get(place)
         if (place, found, expected) == ("activation", "gelu", "gelu_tanh"):

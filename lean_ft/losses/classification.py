@@ -1,9 +1,12 @@
-"""Loss and metrics of text classification. Shapes: P texts, C labels."""
+"""Loss and metrics of text classification, and of labels of tokens. Shapes: P texts or labeled tokens, C labels."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
+from lean_ft.losses.entities import Entities, are_bio
 from lean_ft.system.shards import ALONE, Ranks
 
 
@@ -11,8 +14,12 @@ def classification_losses(scores: Tensor, targets: Tensor, weights: Tensor | Non
     """Return the loss of each text, (P,), from scores (P, C), as transformers computes it.
 
     targets: (P,) int64, one label per text: cross-entropy of the softmax; or (P, C), 1 for each label of the text: mean
-    binary cross-entropy of the sigmoids; weights: (C,), factors of the labels' terms.
+    binary cross-entropy of the sigmoids; or (P,) floats, the probability of the second of two labels: cross-entropy of
+    the two; weights: (C,), factors of the labels' terms.
     """
+    if targets.dim() == 1 and targets.is_floating_point():
+        probabilities = torch.stack([1 - targets, targets], 1).to(scores.dtype)
+        return cross_entropy(scores, probabilities, weights, reduction="none")
     if targets.dim() == 1:
         return cross_entropy(scores, targets, weights, reduction="none")
     return binary_cross_entropy_with_logits(scores, targets, weights, reduction="none").mean(1)
@@ -20,17 +27,27 @@ def classification_losses(scores: Tensor, targets: Tensor, weights: Tensor | Non
 
 class Predictions:
     """Counts of predictions: the likeliest label of each text, or each label with a score above 0 if texts have several
-    labels."""
+    labels.
 
-    def __init__(self, num_labels: int, device: torch.device, ranks: Ranks = ALONE) -> None:
+    tags: the names of labels of tokens; if they are O, B-TYPE and I-TYPE, entities are counted too.
+    """
+
+    def __init__(
+        self, num_labels: int, device: torch.device, ranks: Ranks = ALONE, *, tags: Sequence[str] = ()
+    ) -> None:
+        self._entities = Entities(tags, device, ranks) if are_bio(tags) else None
         self._has_several = False  # labels per text
         self._ranks, self._num_right = ranks, torch.zeros(1, dtype=torch.float64, device=device)
         self._sums = torch.zeros(num_labels + 2, num_labels, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(self, scores: Tensor, targets: Tensor) -> None:
-        """scores: (P, C); targets: as in `classification_losses`."""
+    def add(self, scores: Tensor, targets: Tensor, text_of: Tensor | None = None) -> None:
+        """scores: (P, C); targets: as in `classification_losses`; text_of: (P,), the text of each label of a token."""
         self._has_several = targets.dim() > 1
+        if targets.dim() == 1 and targets.is_floating_point():
+            targets = (targets > 0.5).long()
+        if self._entities is not None and text_of is not None:
+            self._entities.add(scores.argmax(1), targets, text_of)
         actual, predicted = targets > 0, scores > 0
         if targets.dim() == 1:
             actual, predicted = (one_hot(label, scores.shape[1]) for label in (targets, scores.argmax(1)))
@@ -39,7 +56,8 @@ class Predictions:
         self._sums += torch.cat([actual.T @ predicted, actual.sum(0, True), predicted.sum(0, True)])
 
     def metrics(self, num_texts: int) -> tuple[dict[str, float], list[list[int]] | list[list[list[int]]]]:
-        """Return `eval_accuracy` and `eval_macro_f1`, and the confusion matrix. Call it on every rank.
+        """Return `eval_accuracy` and `eval_macro_f1`, and the confusion matrix. Call it on every rank. With entities,
+        also return their metrics (`Entities.metrics`).
 
         `eval_accuracy` is the share of texts with exactly the right labels; `eval_macro_f1` is over labels that occur.
         The confusion matrix (C, C) counts texts with the row's label and the column's prediction. If texts have several
@@ -54,4 +72,5 @@ class Predictions:
             hits = table.diagonal()
             cells = [num_texts - total + hits, predicted - hits, actual - hits, hits]
             table = torch.stack(cells, 1).view(-1, 2, 2)
-        return {"eval_accuracy": float(accuracy), "eval_macro_f1": float(f1)}, table.long().tolist()
+        of_entities = {} if self._entities is None else self._entities.metrics()
+        return {"eval_accuracy": float(accuracy), "eval_macro_f1": float(f1), **of_entities}, table.long().tolist()

@@ -7,7 +7,6 @@ One call runs the model and sums the loss over the targets. Logits exist for one
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
@@ -43,7 +42,6 @@ class CrossEntropy:
         """batch: like `lean_ft.data.Batch`, on the model's device; statistics: receives the metrics."""
         return self._sum(model, batch, statistics, self._loss)
 
-    @torch.no_grad()
     def evaluate(self, model: "Decoder", batches: Iterable["Batch"]) -> dict[str, Tensor | None]:
         """Return `eval_loss`, `eval_token_accuracy` and `eval_entropy`, scalar means over the targets of all batches.
 

@@ -7,7 +7,6 @@ predictions for the same batch.
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lean_ft.losses.linear_distillation import TeacherStates, TopLogProbs, linear_distillation
@@ -68,7 +67,6 @@ class Distillation:
             )
         return with_router_loss(loss, router_loss, batch.num_targets, statistics)
 
-    @torch.no_grad()
     def evaluate(self, model: "Decoder", teacher: Teacher, batches: Iterable["Batch"]) -> dict[str, Tensor | None]:
         """Return `eval_loss`, `eval_divergence` and the other metrics, averaged over the targets of all batches.
 

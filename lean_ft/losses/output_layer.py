@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings.run import LogitsConfig
 from lean_ft.system.environment import memory_bytes
+from lean_ft.system.passes import evaluating
 from lean_ft.system.shards import Ranks, whole_numel
 
 if TYPE_CHECKING:
@@ -62,12 +63,14 @@ def mean_losses(
 ) -> dict[str, Tensor | None]:
     """Return the statistics averaged over the targets of all batches, with `eval_` before their names.
 
-    add: called with each batch, on the device, and the statistics. Without any target, return only `eval_loss`: None.
+    add: called with each batch, on the device, and the statistics, while the model is in evaluation mode. Without any
+    target, return only `eval_loss`: None.
     """
     statistics, num_targets, device = TokenStatistics(ranks), 0, model.output_weight.device
-    for batch in batches:
-        add(batch.to(device), statistics)
-        num_targets += batch.num_targets
+    with evaluating(model):
+        for batch in batches:
+            add(batch.to(device), statistics)
+            num_targets += batch.num_targets
     num_targets = ranks.total(num_targets)
     return {**statistics.means(num_targets, "eval_")} if num_targets else {"eval_loss": None}
 

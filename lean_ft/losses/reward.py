@@ -7,6 +7,7 @@ whatever the model's dtype.
 Shapes: P pairs, N tokens of their completions, D hidden size.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,12 +44,16 @@ def scores_of(
 
 
 def output_scores(
-    model: "Decoder", batch: "Batch", places: Tensor, *, is_float16: bool = False
+    model: "Decoder", batch: "Batch", places: Tensor, *, rows: Sequence[int] | None = None, is_float16: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return C scores at each of M flattened positions of a batch, (M, C), and the router loss or None."""
+    """Return C scores at each of M flattened positions of a batch, (M, C), and the router loss or None.
+
+    rows: the C rows of the output layer to read, for a layer with many; None: all.
+    """
     with torch.autocast(places.device.type, torch.float16, enabled=is_float16):
         hidden, router_loss = hidden_states(model, batch, of_rows=True)
     weight = model.output_weight  # (C, D); gathered by the forward pass if it is sharded
+    weight = weight if rows is None else weight[[*rows]]
     read = hidden.flatten(0, -2).index_select(0, places)
     wide = torch.promote_types(read.dtype, torch.float32)
     return read.to(wide) @ weight.to(wide).T, router_loss

@@ -20,6 +20,7 @@ from torch.nn.functional import logsigmoid
 from lean_ft.losses.answer_log_probs import Answers
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import UnpairedLossConfig
+from lean_ft.system.passes import evaluating
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.spelling import did_you_mean
 
@@ -119,14 +120,14 @@ class Baseline(RunningMean):
         super().__init__(device)
         self._loss, self._log_probs, self._reference = loss, log_probs, reference
 
-    @torch.no_grad()
     def __call__(self, model: "Decoder", batch: "UnpairedBatch") -> Tensor:
         """batch: like `lean_ft.data.UnpairedBatch`, on the device."""
         if self._loss.name == "bco":
             return self.mean
         if not self._loss.needs_mismatched or batch.mismatched is None:
             return torch.zeros_like(self.mean)
-        gained = self._log_probs(model, batch.mismatched).log_probs - self._reference(batch.mismatched)
+        with evaluating(model):
+            gained = self._log_probs(model, batch.mismatched).log_probs - self._reference(batch.mismatched)
         # A single completion, at the end of an epoch, has no mismatched prompt.
         return gained.mean().clamp(min=0) * (batch.num_pairs > 1)
 

@@ -69,9 +69,11 @@ def apply_memory(model: nn.Module, memory: MemoryConfig, *, compile: bool) -> No
 
 def _place_tied_gradient(model: nn.Module, choice: str) -> None:
     host, fused = "memory.tied_gradient=host", "memory.tied_gradient=fused"
-    if not isinstance(model, Decoder) or model.head is not None:
+    if not isinstance(model, Decoder) or not model.ties_output:
         if choice == "host":
-            raise ValueError(f"{host} needs tied embeddings, but the output layer has its own weight. Set {fused}.")
+            raise ValueError(
+                f"{host} needs tied embeddings, but the output layer has its own weight, or there is none. Set {fused}."
+            )
         return
     if choice == "separate" or not isinstance(model.model.embed_tokens, nn.Embedding):  # frozen, with trained new rows
         return

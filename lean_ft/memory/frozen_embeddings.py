@@ -30,7 +30,7 @@ def keep_embeddings_on_host(model: Any, link: HostLink) -> None:
                 "memory.frozen_embeddings=device."
             )
         sent = link.keep_on_host(embedding.weight)
-        if name == "embed_tokens" and model.head is None:
+        if name == "embed_tokens" and model.ties_output:
             model.tied_output_weight = lambda sent=sent: whole_weight(link, sent)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lean_ft.system.host_link import HostLink, Sent, open_link
+from lean_ft.system.passes import is_first_pass
 from lean_ft.torch_private import storage_key, version_of
 
 SMALLEST_BYTES = 2**20
@@ -39,7 +40,7 @@ def offload_to(model: nn.Module, link: HostLink) -> "Offloaded":
     forward = model.forward  # bound; another technique may have edited it
 
     def offloading(_: nn.Module, *args: object, **kwargs: object) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_first_pass():
             return forward(*args, **kwargs)
         offloaded.begin()
         # Outside of compiled layers, so that the hooks see what these save.

@@ -2,8 +2,8 @@
 
 Experts are most of a mixture's weights: 57 GiB of gpt-oss-120b in 4 bits. While a layer computes, the next layer's
 stacks are copied in, so those of two layers are on the device. A layer that is recomputed for its backward pass uses
-one copy for both. Without gradients, as in sampling, kernels read the stacks over the link: the experts of a few tokens
-are a small part of them.
+one copy for both. In evaluation mode, as in sampling, kernels read the stacks over the link: the experts of a few
+tokens are a small part of them.
 
 Source: our own; the idea is from ZeRO-Inference (Aminabadi et al. 2022, arXiv:2207.00032).
 """
@@ -45,7 +45,7 @@ class StreamedStacks:
 
     def stacks(self, experts: Experts, index: int) -> tuple[Frozen, Frozen]:
         gate_up, down = Experts.stacks(experts)
-        if not torch.is_grad_enabled():
+        if not (experts.training or torch.is_grad_enabled()):
             return gate_up, down
         if index != self._here:
             self.bring(index)

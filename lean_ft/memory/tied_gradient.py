@@ -35,8 +35,10 @@ def fuse_tied_gradient(model: Decoder, link: HostLink | None = None) -> None:
     Raises ValueError if the embeddings are not tied.
     """
     embedding = model.model.embed_tokens
-    if model.head is not None:
-        raise ValueError("tied embeddings are needed, but the output layer of this model has its own weight.")
+    if not model.ties_output:
+        raise ValueError(
+            "tied embeddings are needed, but the output layer of this model has its own weight, or there is none."
+        )
     output = _OutputWeight(embedding, link)
     setattr(embedding, "forward", output.look_up)  # noqa: B010  (pyright: an attribute of the instance)
     model.tied_output_weight = output.hand_out

@@ -2,7 +2,7 @@
 
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
-from lean_ft.models.config_json import REWARD_LABELS, decoder_config, label_fields
+from lean_ft.models.config_json import REWARD_LABELS, VECTORS, decoder_config, label_fields
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.few_rows import FewRows, pack_in_place
 from lean_ft.models.hf_format import empty_model, load_model, read_weights
@@ -17,6 +17,7 @@ from lean_ft.models.stored_weights import stored_labels
 __all__ = [
     "MLP",
     "REWARD_LABELS",
+    "VECTORS",
     "Decoder",
     "DecoderConfig",
     "FewRows",

@@ -147,7 +147,9 @@ class LayerConfig:
     """One layer."""
 
     rope: RopeConfig | None  # None: no rotary embedding
-    window: int | None = None  # sliding window: positions that a query sees, including its own; None: all up to its own
+    # Sliding window: positions that a query sees, including its own; None: all up to its own. With `bidirectional`, as
+    # many on its other side.
+    window: int | None = None
     mixer: MixerConfig | None = None  # a token mixer instead of attention, or in parallel to it
     has_attention: bool = True
     mixture: MixtureConfig | None = None  # None: a dense feed-forward layer
@@ -160,6 +162,17 @@ class LayerConfig:
     def has_mlp(self) -> bool:
         """Whether the layer has a feed-forward layer or a mixture of experts."""
         return self.mixture is not None or self.intermediate_size != 0
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """A linear layer with an activation, of a folder of sentence-transformers."""
+
+    folder: str  # its folder inside the model's, such as 2_Dense
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str  # the name of a class of torch.nn, such as Identity
 
 
 @dataclass(frozen=True)
@@ -184,6 +197,8 @@ class DecoderConfig:
     norm_centered: bool = False  # LayerNorm instead of RMSNorm on the residual stream
     norm_parameters: Literal["weight", "weight_and_bias", "none"] = "weight"  # of the norms of the residual stream
     norm_weight_offset: float = 0.0  # added to every norm's weight
+
+    bidirectional: bool = False  # tokens also see the later tokens of their text: a text encoder, which gives no text
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -217,12 +232,26 @@ class DecoderConfig:
     vision: VisionConfig | None = None  # None: the model does not read images
     # A reward model or classifier: scores per position that the output layer returns instead of logits.
     num_scores: int = 0
+    # Whether the model computes logits or scores; without, it has no output layer, and gives hidden states alone.
+    has_output: bool = True
+    # Layers after the pooling of hidden states to a text's vector, first to last.
+    dense: tuple[DenseConfig, ...] = ()
     parts: FamilyParts = FamilyParts()
     own: Any = None  # the facts of one family, a frozen dataclass in its file, for `parts` alone
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def gives_text(self) -> bool:
+        """Whether the model computes logits of the next token."""
+        return self.has_output and not self.num_scores and not self.bidirectional
+
+    @property
+    def vector_size(self) -> int:
+        """The number of features of a text's vector."""
+        return self.dense[-1].out_features if self.dense else self.hidden_size
 
     @property
     def mixture(self) -> MixtureConfig | None:

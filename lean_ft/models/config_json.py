@@ -203,29 +203,78 @@ def language_model_config(
     return merged
 
 
-OF_SCORES = "ForSequenceClassification"  # ends the names of transformers' classes
+OF_SCORES, OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"  # ends of names of transformers' classes
+# Families without a token classification model in transformers, or one with other names of its weights.
+# fmt: off
+WITHOUT_TOKEN_LABELS = frozenset((
+    "olmo", "olmo2", "olmo3", "hunyuan_v1_dense", "hunyuan_v1_moe", "gptj", "opt", "gemma3_text", "phimoe",
+    "deepseek_v2", "minicpm3", "qwen3_5_text", "gpt_neox", "gpt2", "gpt_bigcode", "biogpt", "falcon",
+))
+# fmt: on
 Labels = Mapping[str, Any]
 """The fields of config.json about the labels of a reward model or classifier: id2label, label2id and others."""
 REWARD_LABELS: Labels = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
 """The labels of a new reward model. An existing one keeps the names that it has."""
+VECTORS: Labels = {"num_labels": 0}
+"""In place of labels: a model that gives hidden states alone, for vectors of texts. It has no output layer."""
+_GIVE_TEXT = ("ForCausalLM", "LMHeadModel")  # ends of the names of architectures
+_GIVE_VECTORS = ("Model", "ForMaskedLM")
+
+
+def gives_vectors(config: Mapping[str, Any]) -> bool:
+    """Whether config.json describes a model that gives no text, and vectors instead: without an output layer, or whose
+    tokens see later ones."""
+    names, family = _architectures(config), family_of(config.get("model_type"))
+    has_none = bool(names) and all(name.endswith(_GIVE_VECTORS) and not name.endswith(_GIVE_TEXT) for name in names)
+    return has_none or (family is not None and not gives_scores(config) and is_encoder(family, config))
+
+
+def is_encoder(family: Family, config: Mapping[str, Any]) -> bool:
+    """Whether tokens see the later tokens of their text."""
+    fact = family.facts.get("bidirectional", False)
+    return bool(fact(ConfigFields(config, family.defaults, "config.json")) if callable(fact) else fact)
+
+
+def vectors_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a model without its output layer, under the name of transformers' class."""
+    names = _architectures(config)
+    if not names or not (names[0].endswith(_GIVE_TEXT) or not names[0].endswith("Model")):
+        return config
+    start = re.sub(rf"(ForCausalLM|LMHeadModel|ForMaskedLM|{OF_SCORES})$", "", names[0])
+    if str(config.get("model_type")).endswith("_text") and not start.endswith("Text"):  # without, it is of the whole
+        start += "Text"
+    return {**config, "architectures": [f"{start}Model"]}
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def score_config(config: dict[str, Any], where: str, labels: Labels) -> dict[str, Any]:
-    """Return the config.json of a sequence classification model on a language model; `labels` are its fields about
-    labels.
+    """Return the config.json of a sequence or token classification model on a language model; `labels` are its fields
+    about labels.
 
     That of a reward model or classifier must agree with `labels`. Raises ValueError if it does not, and for a family
     without such a model in transformers.
     """
-    family = config.get("model_type")
-    architecture = _score_architecture(family)
+    family, per_token = config.get("model_type"), labels_tokens(labels)
+    architecture = _score_architecture(family, OF_TOKENS if per_token else OF_SCORES)
     if architecture is None:
+        kind = "token" if per_token else "sequence"
+        families = [name for name in SCORE_ARCHITECTURES if not per_token or name not in WITHOUT_TOKEN_LABELS]
         raise ValueError(
-            f"{where}: model_type is {family!r}, and transformers has no sequence classification model of that family; "
-            f"expected one of {listed(SCORE_ARCHITECTURES)}."
+            f"{where}: model_type is {family!r}, and lean_ft has no {kind} classification model of that "
+            f"family; expected one of {listed(families)}."
         )
+    labels = {**labels, "architectures": [architecture]}
     if not gives_scores(config):
-        return {**config, "architectures": [architecture], **labels}
+        return {**config, **labels}
+    if labels_tokens(config) != per_token:
+        has, wants = ("tokens", "texts") if labels_tokens(config) else ("texts", "tokens")
+        raise ValueError(
+            f"{where}: the model labels {has}, and this run labels {wants}. Set model.path to a language model."
+        )
     names, expected = label_names(config, where), label_names(labels)
     if len(expected) == 1 and len(names) != 1:
         raise ValueError(f"{where}: id2label has {len(names)} labels; expected 1, as a reward model returns one score.")
@@ -233,16 +282,24 @@ def score_config(config: dict[str, Any], where: str, labels: Labels) -> dict[str
         raise ValueError(
             f"{where}: id2label has {', '.join(names)}; expected the labels of the data: {', '.join(expected)}."
         )
-    return config if labels is REWARD_LABELS else {**config, **labels}
+    return config if len(expected) == 1 else {**config, **labels}
 
 
-def label_fields(names: Sequence[str], is_multi: bool) -> Labels:
-    """The fields of a classifier's config.json about labels; is_multi: a text has any number of them."""
-    return {
+def label_fields(names: Sequence[str], is_multi: bool, *, per_token: bool = False) -> Labels:
+    """The fields of a classifier's config.json about labels; is_multi: a text has any number of them; per_token: tokens
+    have labels. The family completes the name of the architecture."""
+    fields = {
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
-        "problem_type": f"{'multi' if is_multi else 'single'}_label_classification",
     }
+    if per_token:
+        return {**fields, "architectures": [OF_TOKENS]}
+    return {**fields, "problem_type": f"{'multi' if is_multi else 'single'}_label_classification"}
+
+
+def labels_tokens(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json, or its fields about labels, are of a model that labels tokens."""
+    return str(config.get("architectures")).endswith(f"{OF_TOKENS}']")
 
 
 def label_names(config: Mapping[str, Any], where: str = "config.json") -> list[str]:
@@ -264,12 +321,15 @@ def kind_of_scores(num_scores: int) -> str:
 
 def gives_scores(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
-    return isinstance(architectures, list) and architectures == [_score_architecture(config.get("model_type"))]
+    names = [_score_architecture(config.get("model_type"), ending) for ending in (OF_SCORES, OF_TOKENS)]
+    return isinstance(architectures, list) and architectures in [[name] for name in names if name is not None]
 
 
-def _score_architecture(model_type: object) -> str | None:
+def _score_architecture(model_type: object, ending: str = OF_SCORES) -> str | None:
     family = family_of(model_type)
-    return f"{family.scores_as}{OF_SCORES}" if family is not None and family.scores_as else None
+    if family is None or not family.scores_as or (ending == OF_TOKENS and model_type in WITHOUT_TOKEN_LABELS):
+        return None
+    return f"{family.scores_as}{ending}"
 
 
 def decoder_config(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -320,8 +380,11 @@ def _decoder_config(config: Mapping[str, Any], family: Family, where: str) -> De
                 f"{num_kv_heads}."
             )
     _check_neutral_fields(config, fields.read, where)
-    if gives_scores(config):  # scores have no bias, soft cap or divisor
-        of_logits = {"head_bias": False, "logits_softcap": None, "logits_divisor": 1.0}
+    if decoder.bidirectional and (decoder.has_states or decoder.latent is not None):
+        raise ValueError(f"{where}: tokens that see later ones are not supported with recurrent layers or latents.")
+    if gives_scores(config):  # scores have no soft cap or divisor, and a bias only where tokens have labels
+        has_bias = labels_tokens(config) and config.get("token_classification_bias") is not False
+        of_logits = {"head_bias": has_bias, "logits_softcap": None, "logits_divisor": 1.0}
         return replace(decoder, num_scores=len(label_names(config, where)), tied_embeddings=False, **of_logits)
     return decoder
 
@@ -414,11 +477,11 @@ def _activation(fields: ConfigFields, family: Family) -> str:
 
 def _check_architecture(config: Mapping[str, Any], where: str) -> None:
     architectures = [] if gives_scores(config) else config.get("architectures") or []
-    ends = ("ForCausalLM", "LMHeadModel")
+    ends = (*_GIVE_TEXT, *_GIVE_VECTORS)
     if not isinstance(architectures, list) or not all(str(name).endswith(ends) for name in architectures):
         raise ValueError(
-            f"{where}: architectures is {architectures!r}; expected a language model, whose name ends in "
-            f"{' or '.join(ends)}. Bare, classification and multimodal models have other weights."
+            f"{where}: architectures is {architectures!r}; expected a language model or text encoder, whose name ends "
+            f"in {' or '.join(ends)}. Classification and multimodal models have other weights."
         )
     quantization = config.get("quantization_config")
     if quantization is not None:

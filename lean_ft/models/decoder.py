@@ -18,9 +18,10 @@ from lean_ft.models.attention.attention import Attention, KeysAndValues, Sight
 from lean_ft.models.block import Pass
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
+from lean_ft.models.dense import DenseLayers
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.inserts import Inserts
-from lean_ft.models.positions import lengths_of_documents, positions_of
+from lean_ft.models.positions import bounds_of_texts, lengths_of_documents, positions_of
 from lean_ft.models.rope import RopeConfig, RotaryEmbedding
 from lean_ft.models.routing import Routes, RoutingStatistics
 from lean_ft.models.source import Sharding, Source
@@ -33,7 +34,7 @@ _BIAS_COLUMNS = 8
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. It keeps no state between calls.
+    """A decoder-only language model, or a text encoder of the same parts. It keeps no state between calls.
 
     `source` describes the folder that the model was read from, `sharding` how ranks share it. `router_aux_loss_coef` is
     the weight of the router's load-balancing loss; at 0 the loss is not computed. `routing` gets the routers' choices
@@ -48,9 +49,10 @@ class Decoder(nn.Module):
         self.lm_head: nn.Linear | None = None
         self.score: nn.Linear | None = None
         if config.num_scores:
-            self.score = nn.Linear(config.hidden_size, config.num_scores, bias=False)
-        elif not config.tied_embeddings:
+            self.score = nn.Linear(config.hidden_size, config.num_scores, bias=config.head_bias)
+        elif config.has_output and not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        self.dense = DenseLayers(config.dense) if config.dense else None
         rotary = config.parts.rotary or RotaryEmbedding
         self.rotary = {rotation: rotary.of(config, *rotation) for rotation in config.rotations}
         self.tied_output_weight: Callable[[], Tensor] | None = None  # set by memory.tied_gradient
@@ -70,8 +72,13 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> nn.Linear | None:
-        """The output layer; None if it is tied to the embedding."""
+        """The output layer; None if it is tied to the embedding, or the model has none."""
         return self.lm_head if self.score is None else self.score
+
+    @property
+    def ties_output(self) -> bool:
+        """Whether the embedding is also the output layer."""
+        return self.head is None and self.config.has_output
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,8 +96,9 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The output layer's weight (V, D), or (1, D) for a reward model; the embedding's weight if they are tied. With
-        a bias, a copy (V, D + 8) with the bias and zeros as further columns, for hidden states of that width."""
+        """The output layer's weight (V, D), or (1, D) for a reward model; the embedding's weight if they are tied, or
+        the model has no output layer. With a bias, a copy (V, D + 8) with the bias and zeros as further columns, for
+        hidden states of that width."""
         if self.tied_output_weight is not None:
             return self.tied_output_weight()
         if self.config.head_bias and self.head is not None:
@@ -124,7 +132,8 @@ class Decoder(nn.Module):
             lengths: (B,) int64, the number of tokens of each row that are not padding; only with a cache.
             return_router_loss: also return `router_aux_loss_coef` times `load_balancing_loss`, a float32 scalar to add
                 to a mean loss. It is None if the coefficient is 0 or no gradients are computed.
-            is_token: (B, T) bool, False for padding, which the router's loss ignores.
+            is_token: (B, T) bool, False for padding, which the router's loss ignores and which no token of a text
+                encoder sees. In rows of an encoder without `cu_seqlens` and `is_token`, all are tokens.
             prefixes: (documents, 2) int32, start and end of an earlier stretch of the same row that a document
                 continues. The document attends to it, and its positions continue from there. If a rotary scaling
                 depends on the length, all documents with one prefix must have lengths of the same frequencies
@@ -148,6 +157,12 @@ class Decoder(nn.Module):
             raise ValueError("positions are required if ranks share a row.")
         inserts = inserts_of(self, inputs, input_ids.device, shares_rows=tokens is not None)
         rows = input_ids if tokens is None or positions is None else positions
+        if self.config.bidirectional and cu_seqlens is None and is_token is not None:
+            if tokens is not None:
+                raise ValueError(
+                    "ranks share a row, so rows of a text encoder need cu_seqlens. Set data.packing=padding_free."
+                )
+            cu_seqlens = bounds_of_texts(is_token)
         sight = self._sight(rows.shape, cu_seqlens, prefixes, num_prefix_tokens)
         positions = positions_of(rows, positions, cu_seqlens, cache, lengths, prefixes, inserts.position_shift)
         routes = Routes(self, is_token, cache, recorded_experts)
@@ -164,6 +179,11 @@ class Decoder(nn.Module):
             return None
         if cu_seqlens is None:
             raise ValueError("prefixes need cu_seqlens.")
+        if self.config.bidirectional:
+            raise ValueError(
+                "prefixes are not supported: the tokens of a prefix see what continues it. Copy the prefix into each "
+                "document."
+            )
         if self.config.has_states:
             raise ValueError(
                 "prefixes are not supported: the model has recurrent layers. Copy the prefix into each document."
@@ -226,11 +246,18 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits (..., V) of hidden states (..., D) that `forward` returned with `return_hidden`."""
+        """The logits (..., V) of hidden states (..., D) that `forward` returned with `return_hidden`.
+
+        Raises ValueError if the model has no output layer.
+        """
+        if not self.config.has_output:
+            raise ValueError("the model has no output layer: call it with return_hidden=True for its hidden states.")
+        # In training the product is the same with and without gradients.
+        product = F.linear if self.training else few_rows_linear
         if self.config.head_bias and self.head is not None:
-            logits = few_rows_linear(hidden[..., :-_BIAS_COLUMNS], self.head.weight, self.head.bias)
+            logits = product(hidden[..., :-_BIAS_COLUMNS], self.head.weight, self.head.bias)
         elif self.sharding.vocabulary is None:
-            logits = few_rows_linear(hidden, self.output_weight)
+            logits = product(hidden, self.output_weight)
         else:
             logits = self.sharding.vocabulary.logits(hidden)
         cap = self.config.logits_softcap
@@ -248,9 +275,16 @@ class Decoder(nn.Module):
             return None if is_whole_row else positions.amax(-1, keepdim=True).expand_as(positions) + 1
         return lengths_of_documents(positions, cu_seqlens)
 
+    def through_dense(self, vectors: Tensor) -> Tensor:
+        """The vectors (M, D') of M texts from their pooled hidden states (M, D), float32 or wider; without dense layers
+        these are the vectors."""
+        return vectors if self.dense is None else self.dense(vectors)
+
     def new_cache(self, batch_size: int, capacity: int, records_experts: bool = False) -> KVCache:
         """An empty cache for `batch_size` rows of up to `capacity` positions, and of their experts with
-        `records_experts`."""
+        `records_experts`. Raises ValueError for a text encoder, whose tokens see later ones."""
+        if self.config.bidirectional:
+            raise ValueError("a text encoder has no cache: its tokens see later ones, so it cannot generate text.")
         return self._cache(batch_size, capacity, self.device, records_experts)
 
     def cache_bytes(self, batch_size: int, capacity: int) -> int:

@@ -40,7 +40,11 @@ _packed: dict[int, Tensor] = {}  # by the id of the weight
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear of x (..., I), weight (O, I), which can be in oneDNN's layout, and bias (O,)."""
+    """F.linear of x (..., I), weight (O, I), which can be in oneDNN's layout, and bias (O,).
+
+    With gradients it is F.linear, because the other products cannot be differentiated. Models in training mode do not
+    call it.
+    """
     num_rows = x.numel() // x.shape[-1]
     is_16_bits_on_cpu = weight.device.type == "cpu" and weight.dtype in DTYPES and x.dtype == weight.dtype
     if not is_16_bits_on_cpu or torch.is_grad_enabled():
@@ -91,6 +95,7 @@ def pack_in_place(model: nn.Module, most_bytes: float) -> None:
     The model can then generate, but not be trained or saved. Weights are copied and freed one by one. most_bytes: the
     memory for a second copy of an embedding that is tied to the output layer; its rows are needed too.
     """
+    model.eval()  # the products of training read the usual layout
     trunk: Any = model.model
     head, embedding = model.head, trunk.embed_tokens
     # No generated token passes a vision tower.

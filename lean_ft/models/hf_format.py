@@ -14,15 +14,20 @@ from torch import Tensor
 
 from lean_ft.gguf.cache import gguf_file, names_gguf_file
 from lean_ft.hub.paths import planned_model_path, resolve_model_path
-from lean_ft.models.config import DecoderConfig
+from lean_ft.models.beside import files_beside
+from lean_ft.models.config import DecoderConfig, DenseConfig
 from lean_ft.models.config_json import (
     decoder_config,
     gives_scores,
+    gives_vectors,
     kind_of_scores,
+    labels_tokens,
     language_model_config,
     score_config,
+    vectors_config,
 )
 from lean_ft.models.decoder import Decoder
+from lean_ft.models.dense import read_dense, stored_dense
 from lean_ft.models.dequantized import Readable, dequantized, form_in_folder
 from lean_ft.models.drafting import drafting_of, is_drafting
 from lean_ft.models.families import MULTIMODAL
@@ -85,8 +90,8 @@ def load_model(
             quantize and memory.
 
     Raises:
-        ValueError: if config.json or the weights are not as expected, or for a reward model or classifier without
-            `scores`; nothing is allocated before this check.
+        ValueError: if config.json or the weights are not as expected, or without `scores` for a reward model, a
+            classifier, a text encoder, and a model without an output layer; nothing is allocated before this check.
     """
     return _load(path, options, device)
 
@@ -118,6 +123,9 @@ def _load(
     if spec.config.num_scores and options.scores is None:
         kind = kind_of_scores(spec.config.num_scores)
         raise ValueError(f"{folder} is {kind}: it gives scores and no text. Use `leanft score`.")
+    if options.scores is None and gives_vectors(spec.source.config):
+        why = "its tokens see later ones" if spec.config.bidirectional else "it has no output layer"
+        raise ValueError(f"{folder} gives vectors and no text: {why}. Use `leanft run embed` or `leanft embed`.")
     if gguf_file(folder) is not None:
         stored_tensors(folder)  # raises unless the file has the model's weights
     model = build(spec)
@@ -159,28 +167,48 @@ def read_spec(folder: Path, options: LoadOptions, is_quantized: bool = False) ->
     if is_quantized:
         whole = {key: value for key, value in whole.items() if key != "quantization_config"}
     stored = hf_config = language_model_config(whole, where, options.has_tower)
-    if options.scores is not None:
+    if options.gives_vectors:
+        if options.has_tower:
+            raise ValueError(f"model.images={options.images} is not supported for vectors of texts. Set it to none.")
+        hf_config = vectors_config(stored)
+    elif options.scores is not None:
         hf_config = score_config(stored, where, options.scores)
+        if labels_tokens(hf_config) and stored is not whole:
+            raise ValueError(
+                f"{where}: model_type is {whole['model_type']!r}, and transformers has no token classification model "
+                "of that multimodal family. Use a model of text alone."
+            )
     num_rows = max(options.new_ids, default=-1) + 1
     sizes = {size: hf_config[size] for size in set(_ROWS_PER_TOKEN.values()) if size in hf_config}
     hf_config = {**hf_config, **{size: max(n, num_rows) for size, n in sizes.items() if isinstance(n, int)}}
     config = decoder_config(hf_config, where=where)
     if options.has_tower:
         config = replace(config, vision=read_tower(folder, whole, config))
+    if options.gives_vectors:
+        config = without_output(config, read_dense(folder, config.hidden_size))
     source = Source(
         folder=folder,
         config={key: value for key, value in hf_config.items() if key != "quantization_config"},
         part_of="" if stored is whole else whole["model_type"],
         new_ids=list(options.new_ids),
         end_ids=end_ids(folder),
+        beside=files_beside(folder),
         quantization=hf_config.get("quantization_config") or {},
-        score_is_new=options.scores is not None and not gives_scores(stored),
+        is_bare=options.gives_vectors,
+        dense=tuple(layer.folder for layer in config.dense),
+        score_is_new=bool(config.num_scores) and not gives_scores(stored),
     )
     if (generation_config := folder / "generation_config.json").is_file():
         source.generation_config = generation_config.read_bytes()
     elif source.part_of and (ends := source.end_ids):  # the whole model's win over its text_config's
         source.config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     return Spec(config, source, options)
+
+
+def without_output(config: DecoderConfig, dense: tuple[DenseConfig, ...] = ()) -> DecoderConfig:
+    """The same decoder without its output layer, and with layers after pooling."""
+    of_logits = {"head_bias": False, "logits_softcap": None, "logits_divisor": 1.0}
+    return replace(config, has_output=False, num_scores=0, dense=dense, **of_logits)
 
 
 def build(spec: Spec) -> Decoder:
@@ -211,6 +239,7 @@ def _stored_weights(model: Decoder) -> Fill:
     whole = dequantized(stored_tensors(source.folder), source.quantization)
     names = _names_in_language_model(model, whole)
     own = {own: whole[name] for name, own in names.items() if own is not None}
+    own |= stored_dense(source.folder, model.config.dense)
     stacks = {name: tensor for name in _one_per_expert(model) if isinstance(tensor := own.get(name), StoredTensor)}
     # The same for all, because some may have square matrices.
     shapes = [
@@ -220,7 +249,7 @@ def _stored_weights(model: Decoder) -> Fill:
     source.stacks = dict.fromkeys(stacks, are_transposed)
     own |= {name: tensor.transposed for name, tensor in stacks.items() if are_transposed}
     stored = _match(model, own, source.folder)
-    if not model.config.num_scores:  # models that give scores draft no tokens
+    if model.config.has_output and not model.config.num_scores:  # others draft no tokens
         source.drafting = drafting_of(names, whole, source, model.config.vocab_size)
     if source.part_of:
         _keep_names(model, names, stored)
@@ -239,10 +268,24 @@ def _names_in_language_model(model: Decoder, whole: Iterable[str]) -> dict[str, 
     not have."""
     source = model.source
     spellings = None if model.vision is None else VISION_FAMILIES[source.part_of].spellings
-    names = {name: name_in_language_model(name, spellings) if source.part_of else name for name in whole}
-    if (prefix := source.family.prefix_on_disk) != "model." and not any(name.startswith(prefix) for name in whole):
-        return {name: prefix + name for name in whole}  # a folder of the model without its output layer
-    return names
+    names = dict[str, str | None]()
+    for name in whole:
+        names[name] = name_in_language_model(name, spellings) if source.part_of else name
+    prefix, bare_prefix = source.family.prefix_on_disk, source.family.prefix_on_disk.partition(".")[2]
+    if not any(own is not None and own.startswith(prefix) for own in names.values()):  # without its output layer
+        names = {name: own and prefix + own.removeprefix(bare_prefix) for name, own in names.items()}
+        if source.is_bare and source.folder is not None:  # saved under the name that it has
+            source.config["architectures"] = stored_config(source.folder).get("architectures")
+    if not source.is_bare:
+        return names
+    # Output layers are outside the prefix.
+    of_model = {name: own for name, own in names.items() if own is not None and own.startswith(prefix)}
+    own_names = {
+        name: bare_prefix + own.removeprefix(prefix)
+        for name, own in of_model.items()
+        if not is_drafting(own, source.config)
+    }
+    return dict.fromkeys(names) | own_names
 
 
 def _keep_names(model: Decoder, names: dict[str, str | None], stored: Mapping[str, Readable]) -> None:
@@ -265,7 +308,7 @@ def _read(source: Source, stored: Mapping[str, Readable], name: str, parameter: 
         for place, part in source.stored(owner, parameter, as_read=True):
             stored[place].read_stored(key, part)  # pyright: ignore[reportAttributeAccessIssue]
         return
-    if source.score_is_new and name == "score.weight":
+    if source.score_is_new and name.startswith("score."):
         part_of(parameter).values.zero_()
         return
     for place, part in source.stored(name, parameter, as_read=True):
@@ -302,7 +345,9 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     # layers that use another layer's.
     keys_elsewhere = [i for i, layer in enumerate(config.layers) if layer.kv_from_layer is not None]
     unread = tuple(
-        f"model.layers.{i}.self_attn.{own}" for i in keys_elsewhere for own in ("k_proj.", "v_proj.", "k_norm.")
+        f"{model.source.prefix_on_disk}layers.{i}.self_attn.{own}"
+        for i in keys_elsewhere
+        for own in ("k_proj.", "v_proj.", "k_norm.")
     )
     embedding, head = (model.source.places(f"{own}.weight")[0] for own in ("model.embed_tokens", "lm_head"))
     unread += (head.removesuffix("weight"),) if model.source.score_is_new else ()
@@ -314,7 +359,7 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     }
     expected = {name: part.shape for name, part in parts_on_disk(model, as_read=True).items()}
     if model.source.score_is_new:
-        del expected["score.weight"]
+        expected = {name: shape for name, shape in expected.items() if not name.startswith("score.")}
     if missing := expected.keys() - stored.keys():
         lacking = f"the weights lack {first_few(missing)}"
         raise ValueError(f"{folder}: {lacking}. They are incomplete, or config.json belongs to another model.")

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, TypedDict
 
 import torch
 
-from lean_ft.models.config_json import Labels
+from lean_ft.models.config_json import VECTORS, Labels
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.vision.loading import tower_of
 from lean_ft.settings import MemoryConfig, ModelConfig, TowerMode, spelled_out
@@ -33,7 +33,8 @@ class LoadOptions:
     frozen, if lean_ft knows the tower and the folder has a file of its image processor."""
     scores: Labels | None = None
     """Labels of a reward model (`REWARD_LABELS`) or classifier (`label_fields`, `stored_labels`). A language model gets
-    a zero-initialized score layer with these labels. None loads a model that gives text."""
+    a zero-initialized score layer with these labels. `VECTORS` loads a model without its output layer, for vectors of
+    texts, with the layers after pooling that its folder has. None loads a model that gives text."""
     new_ids: Sequence[int] = ()
     """Ids of added tokens. Their rows are the mean of the rows before the first new id."""
     router_aux_loss_coef: float | None = None
@@ -46,6 +47,10 @@ class LoadOptions:
     def for_folder(self, folder: Path) -> Self:
         """The options with what `auto` means for a model folder. Raises ValueError if its tower cannot be used."""
         return replace(self, images=tower_of(folder)) if self.images == "auto" else self
+
+    @property
+    def gives_vectors(self) -> bool:
+        return self.scores == VECTORS
 
     @property
     def has_tower(self) -> bool:
@@ -92,8 +97,8 @@ def load_options(model: str | Path | ModelConfig, keywords: LoadKeywords) -> tup
     if not isinstance(scores, Mapping | None):
         raise ValueError(
             f"scores is {scores!r}; expected labels from lean_ft.models: REWARD_LABELS for a reward model, "
-            "label_fields(...) for a classifier, stored_labels(folder) for either as it is, or None for a model that "
-            "gives text."
+            "label_fields(...) for a classifier, VECTORS for a model that gives vectors, stored_labels(folder) for any "
+            "of them as it is, or None for a model that gives text."
         )
     options: dict[str, object] = {**keywords, "dtype": torch_dtype(keywords.get("dtype", torch.float32))}
     return model, LoadOptions(**options)  # pyright: ignore[reportArgumentType]

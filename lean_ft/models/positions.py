@@ -4,6 +4,7 @@ Shapes: B rows, T tokens of a row.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lean_ft.models.cache import KVCache
@@ -91,6 +92,15 @@ def text_lengths(
     if is_token is not None:
         return is_token.sum(1, keepdim=True)
     return torch.full((len(input_ids), 1), input_ids.shape[1], device=input_ids.device)
+
+
+def bounds_of_texts(is_token: Tensor) -> Tensor:
+    """The documents of rows that are padded on the right, (2 B + 1,) int32 boundaries in the B * T tokens: each row's
+    text and its padding. No text sees padding then, and no length is read on the host."""
+    num_rows, num_tokens = is_token.shape
+    starts = torch.arange(num_rows, device=is_token.device) * num_tokens
+    bounds = torch.stack((starts, starts + is_token.sum(1)), 1).flatten()
+    return F.pad(bounds, (0, 1), value=num_rows * num_tokens).to(torch.int32)
 
 
 def _document_of(indices: Tensor, cu_seqlens: Tensor) -> Tensor:

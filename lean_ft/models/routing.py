@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lean_ft.models.cache import KVCache
 from lean_ft.models.moe import load_balancing_loss
+from lean_ft.system.passes import is_first_pass
 from lean_ft.system.shards import Ranks
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ class Routes:
     def __init__(
         self, model: "Decoder", is_token: Tensor | None, cache: KVCache | None, recorded: Tensor | None
     ) -> None:
-        self._model, self._is_token, self._learns = model, is_token, torch.is_grad_enabled()
+        self._model, self._is_token = model, is_token
+        self._has_gradients = torch.is_grad_enabled()
+        self._counts = model.training and not is_first_pass()  # tokens of two passes count once
         self._recorded = None if recorded is None else iter(recorded.split(model.config.choices_of_mixtures, -1))
         self._records = cache is not None and cache.experts is not None
         self._logits: list[Tensor] = []
@@ -40,9 +43,9 @@ class Routes:
         """logits (N, E) and chosen experts (N, K) of a layer."""
         if self._records:
             self.chosen.append(chosen)
-        if self._learns and self._model.router_aux_loss_coef:
+        if self._has_gradients and self._model.router_aux_loss_coef:
             self._logits.append(logits)
-        if self._learns and self._model.routing is not None:
+        if self._counts and self._model.routing is not None:
             self._model.routing.add(layer, logits.detach(), chosen, self._is_token)
 
     def loss(self) -> Tensor | None:

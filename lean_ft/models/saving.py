@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lean_ft.models.beside import write_beside
 from lean_ft.models.config_json import OF_SCORES
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dequantized import Readable, dequantized
@@ -19,7 +20,7 @@ from lean_ft.models.drafting import drafting_tensors, without_drafting
 from lean_ft.models.new_model import empty_decoder
 from lean_ft.models.safetensors_file import write_file
 from lean_ft.models.source import parts_on_disk
-from lean_ft.models.stored_weights import CONFIG_PURPOSE, WEIGHTS_INDEX, first_few, stored_tensors
+from lean_ft.models.stored_weights import CONFIG_PURPOSE, WEIGHTS_FILE, WEIGHTS_INDEX, first_few, stored_tensors
 from lean_ft.models.vision.loading import PROCESSOR_FILES
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.log import say
@@ -61,6 +62,7 @@ def save_model(
     folder = Path(path)
     whole = whole or model.vision is not None
     parts = dict(parts_on_disk(model, as_read=whole) if weights is None else weights)
+    dense = {name: parts.pop(name) for name in list(parts) if "/" in name}
     if whole:
         parts, copied = _in_whole(model, parts)
     else:
@@ -76,9 +78,21 @@ def save_model(
     for file_name, names in split.filename_to_tensors.items():
         write_file(folder / file_name, {name: parts[name] for name in names}, {"format": "pt"}, ranks, copied)
     ranks.on_rank_zero(lambda: _write_index(folder, split))
+    _write_layers_after_pooling(folder, dense, ranks)
     drafts = not copied.keys().isdisjoint(model.source.drafting)
     write = _write_configs_of_whole if whole else partial(write_configs, drafts=drafts)
     ranks.on_rank_zero(lambda: write(model, folder))
+
+
+def _write_layers_after_pooling(folder: Path, parts: Mapping[str, Part], ranks: Ranks) -> None:
+    """Write each layer to a folder of its own. parts: by their place, such as `2_Dense/linear.weight`."""
+    by_place = dict[str, dict[str, Part]]()
+    for name, part in parts.items():
+        place, _, own = name.rpartition("/")
+        by_place.setdefault(place, {})[own] = part
+    for place, of_layer in by_place.items():
+        ranks.on_rank_zero(lambda place=place: (folder / place).mkdir(parents=True, exist_ok=True))
+        write_file(folder / place / WEIGHTS_FILE, of_layer, {}, ranks)
 
 
 def check_parameters(model: Decoder) -> None:
@@ -101,10 +115,11 @@ def write_configs(model: Decoder, folder: Path, drafts: bool = False, **more: JS
     spelled = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     dtype = str(model.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**config, **dict.fromkeys(spelled, dtype), **more})
-    _write_generation_config(model, folder)
+    _write_other_files(model, folder)
 
 
-def _write_generation_config(model: Decoder, folder: Path) -> None:
+def _write_other_files(model: Decoder, folder: Path) -> None:
+    write_beside(model.source.beside, folder)
     if model.source.generation_config is not None:
         with write_whole(folder / "generation_config.json") as temporary:
             temporary.write_bytes(model.source.generation_config)
@@ -210,4 +225,4 @@ def _write_configs_of_whole(model: Decoder, folder: Path) -> None:
         changed["architectures"] = [config["architectures"][0].replace("ForConditionalGeneration", OF_SCORES)]
     if changed != config:
         write_json(folder / "config.json", changed)
-    _write_generation_config(model, folder)
+    _write_other_files(model, folder)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lean_ft.models.families import MULTIMODAL, Family, family_of
 from lean_ft.models.families.multimodal import OF_SOUND, OF_TOWER
 from lean_ft.models.vision.config import VISION_FAMILIES
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.shards import Cut, Part, part_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,13 @@ class Source:
     generation_config: bytes | None = None
     end_ids: list[int] = field(default_factory=list)
     """The ids that end a completion, by the folder's files."""
+    beside: dict[str, JSON] = field(default_factory=dict)
+    """Further files of the folder by name, which saving writes again (`lean_ft.models.beside`)."""
+    is_bare: bool = False
+    """Whether the model is saved without an output layer, under the names of transformers' class without one, which has
+    no prefix."""
+    dense: tuple[str, ...] = ()
+    """The folders of the layers after pooling, inside the model's folder."""
     score_is_new: bool = False
     """Whether the score layer of a reward model was added to a language model's folder."""
     unread: "Unread | None" = None
@@ -83,10 +91,19 @@ class Source:
     def places(self, name: str) -> list[str]:
         """The names that a parameter's tensors have in the language model's folder. `*` stands for an index, such as an
         expert's."""
+        if name.startswith("dense."):
+            _, index, own = name.split(".", 2)
+            return [f"{self.dense[int(index)]}/{own}"]
         family = self.family
         part = next((part for part in family.on_disk if part in name), None)
         places = [name] if part is None else [name.replace(part, place) for place in family.on_disk[part]]
-        return [self._with_prefix(place, family.prefix_on_disk) for place in places]
+        return [self._with_prefix(place, self.prefix_on_disk) for place in places]
+
+    @property
+    def prefix_on_disk(self) -> str:
+        """The start of the folder's names of all parameters but the output layer's."""
+        prefix = self.family.prefix_on_disk
+        return _without_model(prefix) if self.is_bare else prefix
 
     def _with_prefix(self, name: str, prefix: str) -> str:
         for own, theirs in (("model.layers.", f"{prefix}{self.family.layers}."), ("model.", prefix)):
@@ -163,8 +180,14 @@ class Source:
         renamed = {**family.in_memory, **{part: renamed[part] for part in renamed if part not in family.in_memory}}
         part = next((part for part in renamed if part in name), None)
         name = name if part is None else name.replace(part, renamed[part])
-        name = self._with_prefix(name, family.prefix_in_memory)
+        prefix = family.prefix_in_memory
+        name = self._with_prefix(name, _without_model(prefix) if self.is_bare and not self.part_of else prefix)
         return self.name_in_whole(name) if self.part_of and in_whole else name
+
+
+def _without_model(prefix: str) -> str:
+    """A prefix of names without the attribute that has the model without its output layer."""
+    return prefix.partition(".")[2]
 
 
 def is_of_tower(place: str) -> bool:

@@ -14,12 +14,16 @@ import torch
 from lean_ft.gguf.cache import GGUF_INDEX, gguf_file
 from lean_ft.hub.download import home_of_links
 from lean_ft.models.config_json import (
+    VECTORS,
     Labels,
     as_its_family,
     decoder_config,
     gives_scores,
+    gives_vectors,
+    labels_tokens,
     language_model_config,
 )
+from lean_ft.models.dense import makes_vectors
 from lean_ft.models.dequantized import dequantized
 from lean_ft.models.families import family_of
 from lean_ft.models.safetensors_file import StoredTensor, read_header
@@ -88,10 +92,12 @@ def stored_config(folder: Path) -> dict[str, Any]:
 
 def stored_labels(folder: Path) -> Labels | None:
     """The labels of a folder's reward model or classifier, as `load_model(scores=...)` takes them; None for a language
-    model."""
+    model, and `VECTORS` for a model that gives vectors."""
     config = language_model_config(stored_config(folder), str(folder / "config.json"))
-    fields = ("num_labels", "id2label", "label2id", "problem_type")
-    return {field: config[field] for field in fields if field in config} if gives_scores(config) else None
+    if not gives_scores(config):
+        return VECTORS if gives_vectors(config) or makes_vectors(folder) else None
+    own = "architectures" if labels_tokens(config) else "problem_type"
+    return {field: config[field] for field in ("num_labels", "id2label", "label2id", own) if field in config}
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

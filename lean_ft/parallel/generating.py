@@ -8,6 +8,7 @@ import torch
 
 from lean_ft.models import Decoder
 from lean_ft.parallel.ranks import EXPERTS, ManyRanks
+from lean_ft.system.passes import evaluating
 from lean_ft.system.shards import Ranks
 
 
@@ -71,7 +72,7 @@ def _whole(model: Decoder, ranks: ManyRanks, gathers_all: bool) -> Iterator[None
             unit.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
 
 
-@torch.no_grad()
 def _pass_of_one_token(model: Decoder) -> None:
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    model(token, cache=model.new_cache(1, 1), return_hidden=True)
+    with evaluating(model):
+        model(token, cache=model.new_cache(1, 1), return_hidden=True)

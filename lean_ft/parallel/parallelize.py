@@ -82,7 +82,7 @@ def _shard(model: Decoder, cfg: ParallelConfig, ranks: ManyRanks, tokens: int | 
         replicated |= CutVocabulary(model, ranks, how["mesh"]).parameters
     say("vocabulary", f"gathered: {gathered}" if gathered else f"sharded over {ranks.num_shards} processes")
     how["ignored_params"] = replicated
-    ends: list[nn.Module] = [trunk.norm]
+    ends: list[nn.Module] = [trunk.norm, *(model.dense or ())]
     if gathered:
         ends.append(trunk.embed_tokens if model.head is None else model.head)
     if gathered and model.head is not None:

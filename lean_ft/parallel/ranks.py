@@ -184,11 +184,14 @@ class ManyRanks(Ranks):
         other._hosts = self._hosts_beside
         return other
 
-    def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
+    def places(self, number: int) -> list[int]:
         size, rank = self.size // self.num_sharing, self.rank // self.num_sharing
-        rounds = -(-len(micro_batches) // size)
-        for i in range(rounds):
-            place, is_last = i * size + rank, i == rounds - 1
+        return [i * size + rank for i in range(-(-number // size))]
+
+    def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
+        places = self.places(len(micro_batches))
+        for place in places:
+            is_last = place == places[-1]
             self._complete_gradients(is_last)
             if place < len(micro_batches):
                 yield self._own_tokens(micro_batches[place]), is_last

@@ -157,8 +157,7 @@ class LoRALinear(AdaptedLayer):
     def forward(self, x: Tensor) -> Tensor:
         frozen, shape = self.frozen, self.shape
         bias: Tensor | None = self.base_layer.bias  # pyright: ignore[reportAssignmentType]
-        # Evaluation and sampling during training run without gradients, and without dropout.
-        dropout = shape.dropout if self.training and torch.is_grad_enabled() else 0.0
+        dropout = shape.dropout if self.training else 0.0
         a, b = self.factors()
         if self.lora_magnitude_vector is None or not self.is_on:
             return low_rank_linear(x, frozen, bias, a, b, shape.scaling, dropout)
@@ -181,8 +180,7 @@ class LoRALinear(AdaptedLayer):
         is_plain = all(form.kind == "plain" for form, _ in frozen) or expands_together(frozen)
         if not is_plain or any(form.in_float8 for form, _ in frozen):
             return ()
-        drops = layers[0].training and torch.is_grad_enabled()
-        if any(layer.lora_magnitude_vector is not None or (drops and layer.shape.dropout) for layer in layers):
+        if any(layer.lora_magnitude_vector is not None or (layer.training and layer.shape.dropout) for layer in layers):
             return ()
         if len({(layer.shape.scaling, layer.lora_A.dtype) for layer in layers}) > 1:
             return ()

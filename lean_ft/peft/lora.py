@@ -75,7 +75,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     names = find_targets(model, cfg.targets)
     if model.vision is not None:
         check_suits_tower([name for name in names if name.startswith(TOWER)], model.vision)
-    if model.config.head_bias and (OUTPUT in names or model.source.new_ids):
+    if model.config.head_bias and model.score is None and (OUTPUT in names or model.source.new_ids):
         setting = "model.new_tokens" if model.source.new_ids else f"{OUTPUT} in lora.targets"
         raise ValueError(
             f"{setting} is not supported for an output layer with a bias, as this model has. Leave it out."
@@ -96,7 +96,8 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     model.requires_grad_(False)
     dtype = weight.dtype if cfg.dtype == "model" else torch.float32
     if model.score is not None:
-        model.score.weight = nn.Parameter(model.score.weight.detach().to(dtype))
+        for name, parameter in [*model.score.named_parameters()]:
+            setattr(model.score, name, nn.Parameter(parameter.detach().to(dtype)))
     for name in names:
         layer = put_adapter(model, name, shape, dtype)
         if cfg.init == "pissa":

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from lean_ft.gguf.cache import gguf_file
 from lean_ft.hub.download import cached_name
 from lean_ft.models import Decoder
-from lean_ft.models.config_json import kind_of_scores
+from lean_ft.models.beside import files_beside, write_beside
+from lean_ft.models.config_json import kind_of_scores, labels_tokens
 from lean_ft.models.frozen_weight import as_frozen
 from lean_ft.models.moe import Router, experts_of
 from lean_ft.models.safetensors_file import StoredTensor, read_same, write_file
@@ -41,6 +42,7 @@ from lean_ft.peft.stored_adapter import (
     MAGNITUDE,
     OF_EMBEDDING,
     OF_LINEAR,
+    OF_VECTORS,
     PREFIX,
     WEIGHTS_FILE,
     StoredAdapter,
@@ -73,9 +75,11 @@ def save_adapter(
     parts = adapter_parts(model) if weights is None else weights
     write_file(folder / WEIGHTS_FILE, {PREFIX + name: part for name, part in parts.items()}, {"format": "pt"}, ranks)
     ranks.on_rank_zero(lambda: write_json(folder / CONFIG_FILE, _config(model, adapted_layers(model))))
+    ranks.on_rank_zero(lambda: write_beside(model.source.beside, folder))
     if model.config.num_scores > 1:  # PEFT's format has no place for labels
         config = model.source.config
         labels = {name: config[name] for name in ("id2label", "label2id", "problem_type") if name in config}
+        labels |= {"architectures": config["architectures"]} if labels_tokens(config) else {}
         ranks.on_rank_zero(lambda: write_json(folder / LABELS_FILE, labels))
 
 
@@ -158,6 +162,7 @@ def load_adapter(model: Decoder, *paths: str | Path) -> None:
             score.copy_(read_tensor(scores[0]))
             model.source.score_is_new = False
     for adapter in adapters:
+        model.source.beside |= files_beside(adapter.folder)
         for name, ids in adapter.rows.items():
             _put_stored_rows(model, name, ids, read_tensor(adapter.tensors[name + ENDING]))
 
@@ -172,7 +177,7 @@ def fit_adapter(model: Decoder, path: str | Path) -> StoredAdapter:
 def _score(model: nn.Module) -> dict[str, Tensor]:
     """The output layer of a reward model by name; it is trained and saved whole."""
     score = getattr(model, SCORE, None)
-    return {} if score is None else {f"{SCORE}.weight": score.weight.detach()}
+    return {} if score is None else {f"{SCORE}.{name}": part.detach() for name, part in score.named_parameters()}
 
 
 def _rows(model: nn.Module) -> dict[str, Tensor]:
@@ -222,7 +227,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     )
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.score is None else "SEQ_CLS",
+        "task_type": _task_type(model),
         "base_model_name_or_path": name_or_path,
         "revision": revision,
         "r": rank,
@@ -241,6 +246,12 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "modules_to_save": None if model.score is None else [SCORE],
         "trainable_token_indices": row_ids or None,
     }
+
+
+def _task_type(model: Decoder) -> str:
+    if model.score is None:
+        return "CAUSAL_LM" if model.config.has_output else OF_VECTORS
+    return "TOKEN_CLS" if labels_tokens(model.source.config) else "SEQ_CLS"
 
 
 def _stored_as(layer: AdaptedLayer) -> AdapterShape:

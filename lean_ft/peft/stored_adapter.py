@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor
 
 from lean_ft.hub.paths import checkpoint_hint
-from lean_ft.models.config_json import REWARD_LABELS, Labels, label_fields
+from lean_ft.models.config_json import REWARD_LABELS, VECTORS, Labels, label_fields
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header
 from lean_ft.models.source import is_of_tower, name_in_language_model
 from lean_ft.models.vision.config import SPELLINGS
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 LABELS_FILE = "labels.json"
+OF_VECTORS = "FEATURE_EXTRACTION"  # PEFT's task type of a model without an output layer
 PREFIX = "base_model.model."
 MAX_ALPHA = 1e6  # also of the rank; published adapters have at most thousands
 
@@ -153,14 +154,18 @@ def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any
 
 
 def labels_of(folder: str | Path) -> Labels | None:
-    """The fields of config.json about the labels of an adapter with a score layer; None for other adapters. PEFT's
+    """The fields of config.json about the labels of an adapter with a score layer, `VECTORS` for an adapter of a model
+    that gives vectors, and None for other adapters. PEFT's
     files do not have them, so a classifier that PEFT saved has transformers' default names."""
     if labels := read_json(Path(folder) / LABELS_FILE):
         return labels
-    score = read_adapter(Path(folder)).tensors.get(f"{SCORE}.weight")
+    if read_json(Path(folder) / CONFIG_FILE).get("task_type") == OF_VECTORS:
+        return VECTORS
+    tensors = read_adapter(Path(folder)).tensors
+    score, per_token = tensors.get(f"{SCORE}.weight"), f"{SCORE}.bias" in tensors
     if score is None or score.shape[0] == 1:
         return None if score is None else REWARD_LABELS
-    return label_fields([f"LABEL_{i}" for i in range(score.shape[0])], is_multi=False)
+    return label_fields([f"LABEL_{i}" for i in range(score.shape[0])], is_multi=False, per_token=per_token)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

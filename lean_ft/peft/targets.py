@@ -88,7 +88,7 @@ def _layers(model: Decoder) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if name in stacks:
             layers |= {f"{name}.{projection}": module for projection in PROJECTIONS}
-        elif name and not isinstance(module, FrozenParameter):
+        elif name and not name.startswith("dense.") and not isinstance(module, FrozenParameter):
             layers[name] = module
     return layers
 

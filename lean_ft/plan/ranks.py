@@ -29,7 +29,12 @@ class PlannedRanks(ManyRanks):
 
     hosts_backend = "fake"
 
+    def places(self, number: int) -> list[int]:
+        return ALONE.places(number)
+
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
+        if getattr(micro_batches[0], "compares_steps", False):  # those of all ranks
+            micro_batches = micro_batches[: len(super().places(len(micro_batches)))]
         for micro_batch, is_last in ALONE.share(micro_batches):
             self._complete_gradients(is_last)
             yield self._own_tokens(micro_batch), is_last

@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lean_ft.data.objective import objective_of
 from lean_ft.plan.devices import ONE_DEVICE, Device, Machines
 from lean_ft.plan.known_plans import known_or_new
 from lean_ft.plan.result import Rehearsal
@@ -173,8 +174,12 @@ def search(
         for batch in _smaller_batches(cfg):
             if fits(rehearsals.of(leanest.overrides | batch)):
                 break
+    if compares_steps(cfg) and not fits(rehearsals.of({**ladder[0], **all_states[0]})):
+        for batch in _smaller_batches(cfg):  # a second forward pass, as checkpointing has
+            if fits(rehearsals.of({**ladder[0], **all_states[0], **batch})):
+                break
     if fitting := rehearsals.result(budget_bytes).fitting:
-        for batch in _larger_batches(cfg):
+        for batch in _larger_batches(with_overrides(cfg, fitting[0].overrides)):
             if not fits(rehearsals.of(fitting[0].overrides | batch)):
                 break
     return rehearsals.result(budget_bytes)
@@ -309,10 +314,22 @@ def _smaller_batches(cfg: RecipeConfig) -> Iterator[Overrides]:
             yield {"batch_size": batch_size, "gradient_accumulation_steps": rows // batch_size}
 
 
+def compares_steps(cfg: RecipeConfig) -> bool:
+    """Whether the loss compares all rows of a step. More of them are then another loss."""
+    data = cfg.group(DataConfig)
+    return data is not None and data.batch_tokens is None and objective_of(data).batch_type.compares_steps
+
+
 def _larger_batches(cfg: RecipeConfig) -> Iterator[Overrides]:
     """Micro-batches of 2, 4 and 8 times the rows: fewer of them per step as long as that is possible, then more rows
-    per step."""
+    per step. If the loss compares all rows of a step: of any size that keeps their number."""
     data = cfg.group(DataConfig)
+    if compares_steps(cfg):
+        rows, batch_size = _rows_per_step(cfg), cfg.batch_size * 2
+        while rows % batch_size == 0:
+            yield {"batch_size": batch_size, "gradient_accumulation_steps": rows // batch_size}
+            batch_size *= 2
+        return
     if data is not None and data.batch_tokens is not None:  # it sets the size of a batch
         return
     times, number = 2, cfg.gradient_accumulation_steps

@@ -51,10 +51,11 @@ class Spent:
 
     def again(self, before: "Spent", times: int) -> None:
         """Add `times` times what was spent since `before`."""
-        for name, value in vars(before).items():
-            now = getattr(self, name)
-            if name != "ledger":
-                setattr(self, name, now + (now - value) * times)
+        new = {name: getattr(self, name) - value for name, value in vars(before).items() if name != "ledger"}
+        # A host that waited in the first repetition caught up with what came before it; in others it has not to.
+        new["host_clock"] = min(new["host_clock"], new["clock"])
+        for name, spent in new.items():
+            setattr(self, name, getattr(self, name) + spent * times)
         for place, launches in self.ledger.items():
             new = launches.plus(before.ledger.get(place, Launches()), -1)
             self.ledger[place] = launches.plus(new, times)

@@ -192,12 +192,23 @@ class LargestBatches:
         with without_modes():
             largest = self._largest()
             trace.time.longest_document = int(largest.inputs["positions"].max()) + 1
+        if largest.compares_steps:
+            return self._all(largest, n)
         num_own = -(-n * self._world.num_sharing // trace.machines.num_devices)
         with trace.memory.labelled(BATCH):
             batches = [largest.mapped(torch.zeros_like) for _ in range(min(num_own, 2))]
         self._world.num_tokens = n * batches[0].num_tokens
         self._world.in_batch = largest.counted
         return _Standing(batches, num_own, trace.time)
+
+    def _all(self, largest: Batch, n: int) -> list[Batch]:
+        """The micro-batches of all ranks. On a CPU all are in memory; on a GPU the one that is computed."""
+        trace = self._world.trace
+        with trace.memory.labelled(BATCH):
+            batches = [largest.mapped(torch.zeros_like) for _ in range(n if trace.device.is_cpu else min(n, 2))]
+        self._world.num_tokens = n * batches[0].num_tokens
+        self._world.in_batch = largest.counted
+        return batches + batches[-1:] * (n - len(batches))
 
 
 class _Standing(list[T]):

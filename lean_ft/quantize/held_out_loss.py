@@ -7,6 +7,7 @@ import torch
 from lean_ft.data import Batch
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.models import Decoder
+from lean_ft.system.passes import evaluating
 
 
 @torch.inference_mode()
@@ -14,7 +15,8 @@ def mean_loss(model: Decoder, batches: Iterable[Batch]) -> float:
     """Return the mean cross-entropy over the targets of the batches."""
     total, num_targets = 0.0, 0
     for batch in batches:
-        hidden = model(**batch.inputs, return_hidden=True)
+        with evaluating(model):
+            hidden = model(**batch.inputs, return_hidden=True)
         loss = linear_cross_entropy(
             hidden,
             model.output_weight,

@@ -164,7 +164,11 @@ CONFLICTS = [
             f"data.{name}={{data.{name}}} is for chats and prompts, and this recipe reads texts as they are. Remove "
             "it.",
         )
-        for name in ("chat", "chat_template", "chat_template_kwargs", "system", "separator")
+        for name in ("chat", "chat_template", "chat_template_kwargs", "system")
+    ),
+    Conflict(
+        lambda data: not data.reads_separator and _differs(data, "separator"),
+        "data.separator={data.separator} is for chats and prompts, and this recipe reads texts as they are. Remove it.",
     ),
     # Images
     Conflict(

@@ -32,6 +32,12 @@ FormatName = Annotated[
         "preference",
         "unpaired",
         "classification",
+        "tagged_words",
+        "tagged_spans",
+        "steps",
+        "query_positive",
+        "sentence1_sentence2_score",
+        "query_passages_labels",
     ]
     | OwnFunction,
     AfterValidator(check_function),
@@ -198,6 +204,11 @@ class DataConfig(RowsConfig):
     """Maximum size of cache_dir in GiB. The least recently used data is deleted above it."""
 
     @property
+    def reads_separator(self) -> bool:
+        """Whether `separator` has an effect on the rows."""
+        return self.reads_chats
+
+    @property
     def packs_rows(self) -> bool:
         """Whether documents are packed into rows of max_length tokens."""
         return self.packing not in ("none", "padding_free")
@@ -319,7 +330,7 @@ class PromptRowsConfig(DataConfig):
 
 
 class ClassificationDataConfig(DataConfig):
-    """Texts with labels."""
+    """Texts with labels, or texts whose tokens have labels."""
 
     objective: ClassVar["str | Objective"] = "classification"
     reads_chats: ClassVar[bool] = False
@@ -327,12 +338,29 @@ class ClassificationDataConfig(DataConfig):
     packing: Literal["none", "bfd", "padding_free"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
     """`none` pads each batch. `bfd` fills rows of max_length with whole texts. `padding_free` makes each batch one row
     without padding."""
+    labels_per: Literal["text", "token"] = "text"
+    """`text`: each text has a label. `token`: words, spans of a text, or steps of a completion have labels, each at one
+    token. Rows have `tokens` and `labels`; `text` and `spans`; or `prompt`, `completions` and `labels`."""
+    separator: str | None = None
+    """With labels_per=token: text between words, or after each step. null: a space, or a line break."""
     labels: list[str] | None = Field(None, min_length=2)
     """Names of the labels in the order of the model's outputs; integers in rows index them, unless names are numbers.
     null: all labels of the training rows, sorted, which integers do not index."""
     multi_label: Literal["auto"] | bool = "auto"
     """`false`: each row has one `label` (softmax). `true`: a list of `labels` (sigmoids): names, indices, or in all
     rows a 0 or 1 for each label. `auto`: true if the first rows have `labels` and no `label`."""
+
+    @property
+    def reads_separator(self) -> bool:
+        return self.labels_per == "token"
+
+    @model_validator(mode="after")
+    def _has_one_label_per_token(self) -> "ClassificationDataConfig":
+        if self.labels_per == "token" and self.multi_label is True:
+            raise ValueError(
+                "multi_label=true cannot be combined with labels_per=token: a token has one label. Remove multi_label."
+            )
+        return self
 
     def without_contents(self) -> "ClassificationDataConfig":
         return self.model_copy(update={"labels": self.labels or ["0", "1"], "multi_label": self.multi_label is True})

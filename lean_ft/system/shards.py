@@ -34,6 +34,11 @@ class Ranks:
         """The same ranks for use in another thread, with a separate process group."""
         return self
 
+    def places(self, number: int) -> list[int]:
+        """Return the places of this rank's micro-batches among the step's `number`, in the order of `share`. A place
+        from `number` on is a micro-batch without targets."""
+        return list(range(number))
+
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
         """Yield this rank's micro-batches of a step (or its tokens of shared ones), and whether each is the last. Every
         rank gets the same number."""

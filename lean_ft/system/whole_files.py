@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from lean_ft.system.foreign_values import JSON
+
 MAX_JSON_BYTES = 3 * 2**24  # 48 MiB, about 1 GiB as Python objects; the largest tokenizer.json has 33 MiB
 LEFTOVER = re.compile(r"\..+\.(tmp|old)-\d+")
 
@@ -45,7 +47,7 @@ def write_whole(path: Path, *, on_disk: bool = False) -> Iterator[Path]:
         remove(temporary)
 
 
-def write_json(path: Path, content: dict[str, Any], indent: int | None = 2, *, on_disk: bool = False) -> None:
+def write_json(path: Path, content: "dict[str, Any] | JSON", indent: int | None = 2, *, on_disk: bool = False) -> None:
     """Write a JSON file, by default in the format of model folders. None is faster. `on_disk` as in `write_whole`."""
     with write_whole(path, on_disk=on_disk) as temporary:
         temporary.write_text(json.dumps(content, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -61,16 +63,21 @@ def read_json(path: Path, purpose: str | None = None) -> dict[str, Any]:
         if purpose is None:
             return {}
         raise ValueError(f"{path.parent} has no {path.name}: {purpose}")
+    content: object = read_json_value(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {kind(content)}.")
+    return content
+
+
+def read_json_value(path: Path) -> JSON:
+    """Return the value in a JSON file, an object or any other. Raises ValueError, with the path, for other content."""
     data = read_bounded(path)
     try:
-        content = json.loads(data)
+        return json.loads(data)
     except RecursionError:
         raise ValueError(f"{path} is not valid JSON: it is nested too deeply.") from None
     except ValueError as error:  # not Unicode, not JSON, a number with too many digits
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {kind(content)}.")
-    return content
 
 
 def kind(value: object) -> str:

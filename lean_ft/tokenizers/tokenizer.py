@@ -23,7 +23,7 @@ from lean_ft.tokenizers.passages import Passage, Runs, spans_of, without, withou
 from lean_ft.tokenizers.template_files import write_templates
 from lean_ft.tokenizers.tokenizer_json import TokenizerJson
 from lean_ft.tokenizers.turns import RenderedChat, RenderedTurn, outside_literals
-from lean_ft.tokenizers.vocabulary import Vocabulary, any_of
+from lean_ft.tokenizers.vocabulary import Encoding, Vocabulary, any_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TrainOn = Literal["completion", "assistant", "last", "all"]
@@ -148,6 +148,44 @@ class Tokenizer:
         if add_special_tokens and self.adds_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
         return ids
+
+    @cached_property
+    def around(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids, int32, that the model expects before and after every text: those of the post-processor in
+        tokenizer.json, else bos and eos. Qwen3-Embedding ends texts with its pad token.
+
+        Raises ValueError if the post-processor changes the text's own ids."""
+        if isinstance(self._vocabulary, TokenizerJson):
+            before, after = self._vocabulary.around()
+        else:
+            before = [self.bos_id] if self.adds_bos and self.bos_id is not None else []
+            after = [self.eos_id] if self.adds_eos and self.eos_id is not None else []
+        return np.array(before, dtype=np.int32), np.array(after, dtype=np.int32)
+
+    def fitted(self, ids: np.ndarray, max_length: int | None, side: Literal["right", "left"] = "right") -> np.ndarray:
+        """Put the ids of a text between those of `around`. If there are more than `max_length` then, the text loses
+        ids on its `side`. Raises ValueError if none of them would be left."""
+        before, after = self.around
+        room = len(ids) if max_length is None else max_length - len(before) - len(after)
+        if room < min(1, len(ids)):
+            raise ValueError(
+                f"max_length={max_length} has no room for a text: the tokenizer adds {len(before) + len(after)} tokens "
+                f"to each. Set it to at least {len(before) + len(after) + 1}."
+            )
+        kept = ids[:room] if side == "right" else ids[max(0, len(ids) - room) :]
+        return np.concatenate((before, kept, after))
+
+    def encode_texts(
+        self, texts: Sequence[str], max_length: int | None = None, side: Literal["right", "left"] = "right"
+    ) -> list[np.ndarray]:
+        """Return the ids, int32, of each text, with those of `around`: what transformers' tokenizers return with
+        `truncation=True`. Control tokens are recognized. Raises ValueError as `fitted` does."""
+        encodings = self._vocabulary.encode(list(texts), [[] for _ in texts])
+        return [self.fitted(encoding.ids, max_length, side) for encoding in encodings]
+
+    def encoding(self, text: str) -> Encoding:
+        """Return the ids of `text` as `encode` does, without bos and eos, and the characters that each id covers."""
+        return self._vocabulary.encode([text], [[]])[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `ids`."""

@@ -17,6 +17,7 @@ from lean_ft.tokenizers.vocabulary import Encoding, Span, any_of, split_at_token
 
 # While literal control tokens are encoded, a private-use character stands for each real one.
 FIRST_STAND_IN = 0x100000
+_PROBES = ("a", "1", "的", ".")  # texts that have ids in some vocabulary
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,6 +100,23 @@ class TokenizerJson:
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the ids of `text` with the special tokens that the file's post-processor adds."""
         return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+    @_explained
+    def around(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the file's post-processor writes before and after every text.
+
+        Raises ValueError if it changes the text's own ids."""
+        for text in _PROBES:
+            if bare := self.encode_ids(text):
+                full = self._tokenizer.encode(text, add_special_tokens=True)
+                first = next((i for i, is_special in enumerate(full.special_tokens_mask) if not is_special), 0)
+                last = first + len(bare)
+                if full.ids[first:last] == bare and all(full.special_tokens_mask[last:]):
+                    return full.ids[:first], full.ids[last:]
+        raise ValueError(
+            f"{self._path}: its post_processor does not write a text between tokens that are the same for all texts. "
+            "Save the tokenizer with transformers again."
+        )
 
     @_explained
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:

@@ -35,9 +35,12 @@ def command_to_continue(cfg: RecipeConfig) -> str:
 
 
 def command_that_tries(cfg: RecipeConfig, checkpoint: Path, tokenizer: Tokenizer, *, scores: bool) -> str | None:
-    """The command that tries the trained model: chat or generate with the run, whose newest checkpoint they take, or
-    with `scores` the objective's own on the run's rows. None if it has none."""
+    """The command that tries the trained model: the objective's own; or chat or generate with the run, whose newest
+    checkpoint they take; or with `scores` the one that scores the run's rows. None if there is none."""
     family = None if (model := cfg.group(ModelConfig)) is None else model.family
+    of_rows = cfg.group(DataConfig)
+    if of_rows is not None and (words := objective_of(of_rows).words_to_try(of_rows, cfg.output_dir)) is not None:
+        return shlex.join(["leanft", *words])
     if not scores:
         chats = tokenizer.chat_template is not None
         words = ["chat", str(cfg.output_dir)] if chats else ["generate", str(cfg.output_dir), "prompt=Hello"]

@@ -38,7 +38,8 @@ _SMOOTHED_POINTS = 40  # a panel with a longer curve shows pale curves with mean
 _SIDE = 1 / 40  # of the longest run: a mean is over the steps that are at most so far away, in all runs
 _MOST_MEANS = 500  # points of a bold curve
 _TITLES = {EXACT_MATCH: "held-out questions right"}  # instead of the short name
-_RIGHT = (EXACT_MATCH, "eval_accuracy", "eval_rewards/accuracies")  # shares of right answers, labels or pairs
+# Shares of right answers, labels, pairs, passages of a query, or passages of a row.
+_RIGHT = (EXACT_MATCH, "eval_accuracy", "eval_rewards/accuracies", "eval_recall@1", "eval_accuracy@1")
 _EXACT = ("lr", "memory")  # not smoothed
 MAX_COLUMNS = 3  # of panels
 _HELD_OUT: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 5, "markerfacecolor": "white"}

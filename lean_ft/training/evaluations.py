@@ -43,7 +43,7 @@ def check_evaluations(cfg: RecipeConfig, model: nn.Module, ranks: Ranks, *, has_
             f"eval_tasks needs one process, and there are {ranks.size}. Remove it, and use leanft run evaluate after "
             "training."
         )
-    if not isinstance(model, Decoder) or model.config.num_scores:
+    if not isinstance(model, Decoder) or not model.config.gives_text:
         raise ValueError("eval_tasks needs a language model. Remove it.")
     find_tasks(cfg.eval_tasks)
 
@@ -68,14 +68,14 @@ def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:
     elif row["eval_loss"] is not None or "eval_loss" in row.get("non_finite", {}):
         text = f"held-out loss {number(row['eval_loss'])}"
     right = row.get("eval_accuracy", row.get("eval_rewards/accuracies"))
+    data = cfg.group(DataConfig)  # None: on sampled completions
+    objective = None if data is None else objective_of(data)
     if right is not None:
-        data = cfg.group(DataConfig)  # None: a recipe of the user's own, on sampled completions
-        objective = None if data is None else objective_of(data)
         judged = "" if objective is None else f" of {objective.judged or objective.unit}"
         text += f", {right:.1%}{judged} right"
-    if (macro_f1 := row.get("eval_macro_f1")) is not None:
-        text += f", macro-F1 {macro_f1:.3f}"
-    return text
+    formats = {} if objective is None else objective.shown_metrics
+    shown = [words.format(row[name]) for name, words in formats.items() if row.get(name) is not None]
+    return ", ".join([text, *shown])
 
 
 def answers_line(report: AnswerReport, pattern: str | None) -> Row:

@@ -76,7 +76,7 @@ def add_embedding_noise(model: Decoder, alpha: float) -> None:
         lengths = text_lengths(**signature.bind(*args, **kwargs).arguments)
 
     def add_noise(module: nn.Module, _: object, embedded: Tensor) -> Tensor:  # (B, T, D)
-        if not (module.training and torch.is_grad_enabled()):
+        if not module.training:
             return embedded
         scale = alpha / (lengths * embedded.shape[-1]).clamp(min=1).sqrt()
         noise = torch.empty_like(embedded).uniform_(-1, 1)

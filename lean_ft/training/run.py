@@ -111,6 +111,7 @@ class Run:
         self._done_steps = 0
         self._begun: Place | None = None  # the place at which the current step began
         self._logged = False  # whether the current step has called log()
+        self._warned_of_mode = False
         self._missing = Missing()  # evaluations of the start's step
         writes, vocab_size = ranks.rank == 0, model.config.vocab_size if isinstance(model, Decoder) else None
         self._metrics = Metrics(self.directory / METRICS_FILE, self.device, length.steps_per_epoch, writes=writes)
@@ -399,6 +400,13 @@ class Run:
         if not hasattr(held_out, "__getitem__"):
             held_out = list(held_out)
         for batch, _ in self.ranks.share(held_out):
+            if self.model.training and not self._warned_of_mode:
+                self._warned_of_mode = True
+                say(
+                    "evaluation",
+                    "the model is in training mode, in which dropout and NEFTune act. In the recipe, replace "
+                    "@torch.no_grad() by @evaluating(model), from lean_ft.training",
+                )
             if self._logged and (received := self._signal_to_stop(self._signals)) is not None:
                 say("evaluation", f"after step {self._step}: interrupted; the next start repeats it")
                 self._finish_step(stopping=True)

@@ -28,6 +28,7 @@ from lean_ft.settings import (
     ParallelConfig,
     RecipeConfig,
     ScheduleConfig,
+    ScoreLossConfig,
     recipe_name,
 )
 from lean_ft.system.installation import install_command
@@ -65,10 +66,12 @@ def log_start(run: "Run") -> None:
     if (optimizer := cfg.group(OptimizerConfig)) is not None:
         _log_optimizer(run, optimizer)
     if (memory := cfg.group(MemoryConfig)) is not None:
-        tokens = loss_chunk_tokens(run.model, memory.loss_chunk_tokens)
-        chunk = f"computed on {tokens:,} tokens at a time" if tokens else "computed on all tokens at once"
+        chunk = ""
+        if cfg.group(ScoreLossConfig) is None:  # else there are no logits
+            tokens = loss_chunk_tokens(run.model, memory.loss_chunk_tokens)
+            chunk = "; loss computed on " + (f"{tokens:,} tokens at a time" if tokens else "all tokens at once")
         compiled = "; compiled" if cfg.compile else ""
-        say("memory", f"activation checkpointing: {memory.activation_checkpointing}; loss {chunk}{compiled}")
+        say("memory", f"activation checkpointing: {memory.activation_checkpointing}{chunk}{compiled}")
     data, unit = cfg.group(DataConfig), run.batches.unit
     batch = counted(cfg.batch_size, "packed rows" if data and data.packs_rows else unit)
     if data and data.batch_tokens is not None:

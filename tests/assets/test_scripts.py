@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Folder -> its largest size in bytes, and the number of files that its script makes.
-FOLDERS = {"tiny": (3_000_000, 10), "tiny-images": (2_000_000, 8), "tiny-tools": (1_000_000, 6)}
+FOLDERS = {"tiny": (3_600_000, 12), "tiny-images": (2_000_000, 8), "tiny-tools": (1_000_000, 6)}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -29,3 +29,10 @@ def test_the_script_makes_the_same_rows_and_tokenizer(name: str, tmp_path: Path)
     for file in made:
         ours = ROOT / "lean_ft" / "assets" / name / file.relative_to(tmp_path)
         assert file.read_bytes() == ours.read_bytes(), file.name
+
+
+def test_the_script_of_notes_makes_the_same_rows(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_tiny_notes.py", tmp_path], check=True, capture_output=True)
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (ROOT / "lean_ft" / "assets" / "tiny" / "data" / file.name).read_bytes()
+    assert len(list(tmp_path.iterdir())) == 2

@@ -10,11 +10,20 @@ import pytest
 
 class LlamaServer:
     """Serves a GGUF file, with keys and values in float32, until the object is deleted. `adapter`, `mmproj`: GGUF files
-    too."""
+    too; `embeds`: serve embeddings alone."""
 
-    def __init__(self, file: Path, adapter: Path | None = None, mmproj: Path | None = None) -> None:
+    def __init__(
+        self, file: Path, adapter: Path | None = None, mmproj: Path | None = None, *, embeds: bool = False
+    ) -> None:
         pytest.importorskip("xllamacpp", reason="llama.cpp's server is not installed")
-        command = [sys.executable, __file__, str(file), str(adapter or ""), str(mmproj or "")]
+        command = [
+            sys.executable,
+            __file__,
+            str(file),
+            str(adapter or ""),
+            str(mmproj or ""),
+            "embeds" if embeds else "",
+        ]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.listening_address = self._process.stdout.readline().strip()
@@ -26,7 +35,7 @@ class LlamaServer:
             self._process.communicate()
 
 
-def main(file: str, adapter: str, mmproj: str) -> None:
+def main(file: str, adapter: str, mmproj: str, embeds: str) -> None:
     """Serve until the parent process closes this one's standard input."""
     import xllamacpp
 
@@ -35,6 +44,7 @@ def main(file: str, adapter: str, mmproj: str) -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # threads that wait for one another do so busily
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.embedding = bool(embeds)
     if adapter:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(adapter, 1.0)]
     params.mmproj.path, params.mmproj_use_gpu = mmproj, False

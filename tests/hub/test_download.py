@@ -105,6 +105,16 @@ def test_needed_files_are_fetched_once_into_the_hubs_cache_weights_last(server):
     assert server.fetched() == []
 
 
+def test_the_modules_of_a_model_of_vectors_are_fetched_before_its_weights(server, repository):
+    """The snapshot counts as complete once the model's weights are there, so a dense layer comes before them."""
+    modules = ("modules.json", "config_sentence_transformers.json", "sentence_roberta_config.json")
+    modules += ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    repository.commits[NEW] |= {name: name.encode() for name in (*modules, "2_Dense/pytorch_model.bin")}
+    assert files_in(hub.download("org/model").folder).keys() == {*TAKEN, *modules}
+    contents = [request.path for request in server.requests if request.method == "GET" and "/api/" not in request.path]
+    assert "2_Dense/model.safetensors" in contents[-2] and "2_Dense" not in contents[-1]
+
+
 @pytest.mark.parametrize("revision", ["v1", OLD])
 def test_a_revision(server, revision):
     snapshot = hub.download("org/model", revision)

@@ -14,6 +14,7 @@ from lean_ft.models import Decoder
 from lean_ft.models.moe import experts_of
 from lean_ft.peft import load_with_adapter
 from lean_ft.settings import LoRAConfig, MemoryConfig, ModelConfig
+from lean_ft.system.passes import evaluating
 from tests.late_link import LateLink
 from tests.memory.tiny_step import tiny
 from tests.models.family_cases import SIZES
@@ -43,7 +44,7 @@ def adapted(folder: Path, form: str, memory: MemoryConfig | None = None, device:
 
 
 def stored_tensors(model: Decoder) -> list[torch.Tensor]:
-    with torch.no_grad():
+    with evaluating(model):
         return [tensor for own in experts_of(model).values() for frozen in own.stacks() for tensor in frozen.tensors]
 
 
@@ -70,7 +71,7 @@ def test_gradients_are_bitwise_those_of_experts_on_the_device(form: str, num_til
         found = gradients(model)
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
         assert sum(size for what, size in link.log if what == "copy") == num_copies * per_layer
-        with torch.no_grad():
+        with evaluating(model, plain):
             assert torch.equal(model(IDS), plain(IDS))
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from lean_ft.models.families import FAMILIES, MULTIMODAL
-from tests.models.family_cases import CASES, FIRST_CASES, IN_ORDER, SIZES
+from lean_ft.models.families import ENCODERS, FAMILIES, MULTIMODAL
+from tests.models.family_cases import CASES, ENCODER_CASES, FIRST_CASES, IN_ORDER, SIZES
 from tests.models.tiny_wholes import tiny_whole
 
 # transformers has this language model without an entry in its table, because it is published inside a multimodal model.
@@ -42,7 +42,9 @@ def reference_model(model_type: str, settings: dict[str, Any], seed: int = 0) ->
     """transformers' model with random weights, norms and biases, large enough that a wrong formula shows."""
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
     config._experts_implementation = "eager"  # others need sizes in multiples of 16 bytes
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    gives_text = settings.get("use_bidirectional_attention") is not True and model_type not in ENCODERS
+    kind = transformers.AutoModelForCausalLM if gives_text else transformers.AutoModel
+    model = kind.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -75,7 +77,7 @@ def _made_once(
 ) -> tuple[Path, Reference]:
     key = (case, str(seed), str(dtype), repr(sorted(overrides.items())))
     if key not in _MADE:
-        model_type, settings = CASES[case]
+        model_type, settings = {**CASES, **ENCODER_CASES}[case]
         folder, model = folders.mktemp(case), reference_model(model_type, {**settings, **overrides}, seed)
         model.to(dtype)
         for name, tensor in [*model.named_buffers(), *model.named_parameters()]:  # as from_pretrained does

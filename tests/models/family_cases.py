@@ -733,6 +733,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": YARN,
     }),
 }
+
+# Text encoders, which transformers has without an output layer. Their tests are in test_encoders.py.
+ENCODER_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eurobert": ("eurobert", {"num_hidden_layers": 3}),
+    "eurobert_biases": ("eurobert", {
+        "num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    }),
+    "modernbert": ("modernbert", {"num_hidden_layers": 5, "local_attention": 6}),
+    "modernbert_biases": ("modernbert", {
+        "num_hidden_layers": 3, "local_attention": 9, "norm_bias": True, "attention_bias": True, "mlp_bias": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "norm_eps": 1e-3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }),
+    "gemma3_text_both_sides": ("gemma3_text", {
+        "num_hidden_layers": 7, "head_dim": 12, "sliding_window": 9, "use_bidirectional_attention": True,
+    }),
+}
 # fmt: on
 # By family, its first case, which default tests of all families take.
 FIRST_CASES = {model_type: name for name, (model_type, _) in reversed(CASES.items())}

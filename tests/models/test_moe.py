@@ -21,6 +21,7 @@ from lean_ft.models.mix import ExpertFormula
 from lean_ft.models.moe import Experts, MixtureOfExperts
 from lean_ft.models.routing import RoutingStatistics
 from lean_ft.settings import MemoryConfig
+from lean_ft.system.passes import evaluating, first_pass
 from lean_ft.system.shards import ALONE
 from lean_ft.system.whole_files import read_json
 from tests.models.conftest import kept_bytes
@@ -287,9 +288,11 @@ def test_routing_metrics_count_each_token_of_two_micro_batches_once(make_checkpo
     model.routing = RoutingStatistics()
     apply_memory(model, MemoryConfig(**settings), compile=False)
     for rows in (slice(0, 2), slice(2, 3)):
+        with first_pass(compiled=False):
+            model(ids[rows], is_token=is_token[rows])
         model(ids[rows], is_token=is_token[rows]).sum().backward()
-        with torch.no_grad():
-            model(ids[rows])  # an evaluation does not count
+        with evaluating(model):
+            model(ids[rows])
     found = {name: value.item() for name, value in model.routing.take(ALONE).items()}
     expected = {"expert_load": loads, "unused_experts": unused, "router_entropy": entropies}
     assert found == pytest.approx({name: sum(of) / len(of) for name, of in expected.items()}, rel=1e-4)

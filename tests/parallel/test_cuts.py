@@ -82,6 +82,7 @@ CONTEXT, TENSOR, EXPERTS = parallel(context=2), parallel(tensor=2), parallel(exp
 REPLICAS, REPLICAS_OF_SHARDS = parallel(replicate=2), parallel(replicate=2)  # on two ranks, and on four
 TWO: dict[str, Case] = {
     "context, adafactor": Case(CONTEXT, {"name": "adafactor"}),
+    "context, both sides": Case(CONTEXT, model={"bidirectional": True, "layer": {"window": 5}}),
     "context, sinks, cap and window": Case(
         CONTEXT,
         model={"attention_sinks": True, **SMALL_VALUES, "parts": FamilyParts(attention=CappedMimo, splits=True)},

@@ -27,6 +27,7 @@ SETTINGS = (*TINY, *TWO_MICRO_BATCHES, "data.source=tiny/pairs_validation.jsonl"
 SETTINGS += ("optimizer.lr=1e-4",)
 TEXTS = ("data.source=tiny/validation.jsonl", "data.max_length=64", "model.random_init=true", "optimizer.lr=1e-3")
 TEACHER = (*TEXTS, "distill.teacher=tiny")
+TOKENS = ("data.source=tiny/names_validation.jsonl", "data.labels_per=token")
 HELD_OUT = ("data.validation_fraction=0.1", "eval_every=2")
 # With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
 SAME_BITS: dict[str, tuple[str, ...]] = {
@@ -40,12 +41,20 @@ SAME_BITS: dict[str, tuple[str, ...]] = {
     "reward": (*HELD_OUT, "optimizer.in_backward=true"),
     "reward, adapter": ("lora.rank=4", "loss.per_token=true"),
     "classify": ("data.source=tiny/topics_train.jsonl", *HELD_OUT),
+    "classify, tokens": (*TOKENS, *HELD_OUT),
     "distill": (*TEACHER, "data.validation_fraction=0.3", "optimizer.in_backward=true", "parallel.shard=2"),
     "distill, replicas": (*TEACHER, "distill.divergence=jsd", "parallel.replicate=2"),
     "distill, adapter and 4 bits": (*TEACHER, "distill.teacher_dtype=nf4", "lora.rank=4"),
     "distill, kept": (*TEXTS, "distill.cached=FOLDER/scores", "distill.cross_entropy_weight=0.3", "data.packing=bfd"),
 }
 SAME_BITS |= {name: (f"data.source={preset_of(name)['data']['source']}", *HELD_OUT) for name in DERIVED}
+NOTES = ("data.source=tiny/notes_train.jsonl",)
+HARD = (*NOTES, "data.negatives=1")
+SAME_BITS |= {
+    "embed, all directions": (*HARD, "loss.directions=[query_to_doc,doc_to_query,query_to_query,doc_to_doc]"),
+    "embed, triplet": (*HARD, "loss.name=triplet", "lora.rank=4", "parallel.replicate=2"),
+    "rerank, yes and no": (*NOTES, "loss.yes_no=[a,b]", "loss.name=listnet", "optimizer.in_backward=true"),
+}
 # Three micro-batches per step do not divide evenly over two ranks, and an epoch ends with fewer of them.
 CLOSE = ("gradient_accumulation_steps=3", "max_steps=5", "epochs=2", "optimizer.name=sgd", "optimizer.lr=1e-2")
 ANSWERS = (*CLOSE, "data.source=FOLDER/answers.jsonl")
@@ -53,6 +62,9 @@ UNEVEN: dict[str, tuple[str, ...]] = {
     "dpo": (*CLOSE, "max_steps=4", "optimizer.lr=1e-4", "data.source=FOLDER/few.jsonl", "data.validation_fraction=0.2"),
     "kto": ANSWERS,
     "kto, bco": (*ANSWERS, "loss.name=bco"),
+    "classify, tokens": (*CLOSE, *TOKENS, "batch_size=6"),
+    "embed": (*CLOSE, *HARD, "data.split=train[:13]", "data.validation_fraction=0.2"),
+    "rerank": (*CLOSE, *NOTES, "data.split=train[:13]", "loss.name=ranknet"),
     "reward": (*CLOSE, "data.source=FOLDER/pairs.jsonl"),
     "distill": (*TEXTS, *CLOSE, "distill.cached=FOLDER/scores", "max_steps=19"),
 }
@@ -70,6 +82,12 @@ SPLIT_LAYERS: dict[str, tuple[str, ...]] = supported(
         "kto, context, cached": (*CONTEXT, *HELD_OUT),
         "kto, tensor, bco": (*TENSOR, "loss.name=bco", "reference.kind=adapter_off", "lora.rank=4"),
         "reward, tensor": (*TENSOR, *HELD_OUT),
+        "classify, tokens, tensor": (*TENSOR, *TOKENS, *HELD_OUT),
+        "classify, tokens, context": (*CONTEXT, *TOKENS, *HELD_OUT, PADDING_FREE),
+        "embed, tensor": (*TENSOR, *HARD, *HELD_OUT),
+        "embed, context": (*CONTEXT, *HARD, *HELD_OUT, PADDING_FREE),
+        "rerank, tensor": (*TENSOR, *NOTES, *HELD_OUT),
+        "rerank, context": (*CONTEXT, *NOTES, *HELD_OUT, PADDING_FREE),
         "reward, context": (*CONTEXT, "loss.per_token=true", PADDING_FREE),
         "distill, context": (*TEXTS, *CONTEXT, "distill.teacher=tiny", *HELD_OUT),
         "distill, tensor": (*TEXTS[:2], *TENSOR, "distill.teacher=tiny", "distill.divergence=jsd", "data.packing=bfd"),

@@ -12,7 +12,7 @@ from lean_ft.models.config import DecoderConfig, FamilyParts, LayerConfig, Mixtu
 from lean_ft.models.families import FAMILIES
 from lean_ft.models.rope import RopeConfig
 from lean_ft.parallel.tensor import check_divides
-from tests.models.family_cases import CASES, SIZES
+from tests.models.family_cases import CASES, ENCODER_CASES, SIZES
 from tests.parallel.processes import needs_parts, on_ranks
 from tests.parallel.small_training import small_model
 from tests.parallel.test_cuts import LATENT, MIXTURE, STATE, TENSOR, Case, check, outcome
@@ -35,6 +35,7 @@ OF_DECODER: dict[str, list[dict[str, Any]]] = {
     "norm_centered": [CENTERED],
     "norm_parameters": [{"norm_parameters": "none"}, CENTERED | {"norm_parameters": "weight_and_bias"}],
     "norm_weight_offset": [{"norm_weight_offset": 1.0}],
+    "bidirectional": [{"bidirectional": True}, {"bidirectional": True, "layer": {"window": 5}}],
     "qkv_bias": [{"qkv_bias": True}],
     "output_bias": [{"output_bias": True}],
     "mlp_bias": [{"mlp_bias": True}],
@@ -61,6 +62,7 @@ OF_DECODER: dict[str, list[dict[str, Any]]] = {
     "logits_divisor": [{"logits_divisor": 2.0}],
     "logits_softcap": [{"logits_softcap": 3.0}],
     "head_bias": [{"head_bias": True}],
+    "has_output": [{"has_output": False}],
     "num_scores": [{"num_scores": 512}],  # as many as `small_training` has targets
 }
 OF_LAYER: dict[str, list[dict[str, Any]]] = {
@@ -111,10 +113,11 @@ _ROPES: dict[str, list[dict[str, Any]]] = {
 OF_MIXTURE = {name: [{"layer": {"mixture": one}} for one in values] for name, values in _MIXTURES.items()}
 OF_ROPE = {name: [{"layer": {"rope": replace(ROPE, **value)}} for value in values] for name, values in _ROPES.items()}
 FACTS = {DecoderConfig: OF_DECODER, LayerConfig: OF_LAYER, MixtureConfig: OF_MIXTURE, RopeConfig: OF_ROPE}
-# Facts without a case: images are in test_image_towers.py, and each family with parts of its own is in
-# `CASES_WITH_PARTS`.
-WITHOUT_CASE = {DecoderConfig: {"vision", "parts", "own"}, LayerConfig: {"own"}}
-CASES_WITH_PARTS = [name for name, (model_type, _) in CASES.items() if FAMILIES[model_type].parts != FamilyParts()]
+# Facts without a case: images are in test_image_towers.py, layers after pooling in test_vectors.py, and each family
+# with parts of its own is in `CASES_WITH_PARTS`.
+WITHOUT_CASE = {DecoderConfig: {"vision", "dense", "parts", "own"}, LayerConfig: {"own"}}
+ALL_CASES = CASES | ENCODER_CASES
+CASES_WITH_PARTS = [name for name, (family, _) in ALL_CASES.items() if FAMILIES[family].parts != FamilyParts()]
 REFUSAL = "parallel.tensor=2 does not "
 
 
@@ -123,7 +126,7 @@ _EVEN_HEADS = {"num_kv_shared_layers": 0, "num_key_value_heads": 2, "num_global_
 
 
 def family_settings(case: str, **changes: Any) -> dict[str, Any]:
-    model_type, settings = CASES[case]
+    model_type, settings = ALL_CASES[case]
     settings = {**settings, **changes}
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}).to_dict()
     return {"config": decoder_config(config | {"architectures": None})}

@@ -14,6 +14,7 @@ from lean_ft.peft import adapted_layers, apply_lora, quantize_as_loaded
 from lean_ft.peft.layers import AdapterShape, LoRALinear
 from lean_ft.quantize.nf4 import to_nf4
 from lean_ft.settings import LoRAConfig, MemoryConfig
+from lean_ft.system.passes import evaluating
 from tests.models.conftest import kept_bytes
 from tests.peft.conftest import IDS, loss_of, randomize
 
@@ -95,7 +96,10 @@ def test_dropout_drops_inputs_of_the_adapter_alone():
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
     for grad, expected_grad in zip(grads(layer, x, y), grads(layer, x, expected), strict=True):
         torch.testing.assert_close(grad, expected_grad, atol=1e-4, rtol=1e-4)
-    with torch.no_grad():  # an evaluation in the middle of training drops nothing
+    torch.manual_seed(1)
+    with torch.no_grad():  # the first pass of gradient caching
+        assert torch.equal(layer(x), y)
+    with evaluating(layer):  # in the middle of training
         torch.testing.assert_close(layer(x), plainly(layer, x, layer.linear_weight()), atol=1e-5, rtol=1e-5)
 
 

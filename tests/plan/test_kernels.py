@@ -103,6 +103,7 @@ def test_attention_without_a_kernel_counts_the_operations_of_its_blocks(card, ki
         ({"sinks": True}, {"window": 128}, False, 2, 5),
         ({"sinks": True}, {}, True, 2, 7),
         ({}, {"softcap": 30.0}, False, 3, 5),
+        ({}, {"num_ahead": 511}, False, 2, 7),
         ({"head_dim": 512}, {}, False, 3, 5),
         ({"sinks": True}, {"softcap": 30.0}, True, 3, 6),
     ],

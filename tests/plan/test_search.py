@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lean_ft.data.embedding import EmbeddingDataConfig
 from lean_ft.plan import search as search_module
 from lean_ft.plan.devices import CPU
 from lean_ft.plan.rehearsal import Rehearsal
@@ -166,3 +167,29 @@ def test_a_full_recipe_is_rehearsed_with_adapters_too(cfg, rehearsed, budget, te
     found = search_adapters(RECIPE, rounding, CPU, budget)
     assert all(name.endswith(" optimizer.stochastic_rounding=false") for name in found) and len(found) == 2
     assert not rehearsed[-1].optimizer.stochastic_rounding, "adapters are float32, and the optimizer refuses it"
+
+
+class Compared(RecipeConfig):
+    optimizer: OptimizerConfig
+    memory: MemoryConfig
+    data: EmbeddingDataConfig
+
+
+@pytest.mark.parametrize("given", [(4, 8), (32, 1), (1, 32)])
+def test_a_step_that_compares_its_rows_keeps_their_number(cfg, monkeypatch, given):
+    """The largest micro-batch that fits has the fewest second passes."""
+
+    def rehearse(recipe, cfg, device, machines=None):
+        kept, seconds = ACTIVATIONS[cfg.memory.activation_checkpointing]
+        second_passes = 1 - 1 / cfg.gradient_accumulation_steps
+        peak = Peak("loss", {"weights": 200, "rest": cfg.batch_size * kept + 400})
+        return Rehearsal(peak, seconds + second_passes / 3, 1000, 100, [], reserved_bytes=peak.total_bytes)
+
+    monkeypatch.setattr(search_module, "known_or_new", rehearse)
+    data = EmbeddingDataConfig(source="unread", max_length=512)
+    cfg = Compared(**{**dict(cfg), "data": data, "batch_size": given[0], "gradient_accumulation_steps": given[1]})
+    found = search(RECIPE, cfg, CPU, 200 + 400 + 16 * 100)
+    chosen = search_module.with_overrides(cfg, found.fitting[0].overrides)
+    assert found.more_rows == []
+    assert (chosen.batch_size, chosen.gradient_accumulation_steps) == (16, 2)
+    assert chosen.memory.activation_checkpointing == "none"

@@ -102,10 +102,12 @@ THREE = ("batch_size=2", "gradient_accumulation_steps=3")
 REPEATED = ("data.shared_prompt=false",)
 LOSS = ("loss",)
 NORM = (*LOSS, "grad_norm")
+TOKENS = ("data.labels_per=token", "data.source=tiny/names_validation.jsonl")
 LN_2 = math.log(2)
 # Packing changes which rows share a batch, so each step uses all rows.
 ALL_ROWS = ("batch_size=6", "epochs=3", "max_steps=3")
 TEXTS, ALL_PAIRS = (("data.source=TMP/texts.jsonl", *ALL_ROWS), ("data.source=TMP/pairs.jsonl", *ALL_ROWS))
+NOTES = ("data.source=TMP/notes.jsonl", *ALL_ROWS)
 WEIGHED = ("loss.ld_alpha=0.5", "loss.wpo=true")
 HELD_OUT = ("data.validation_fraction=0.1", *WEIGHED)
 ROUNDS = ("generation.steps_per_round=2", "generation.passes=2")  # 4 steps each
@@ -138,6 +140,13 @@ OF_POLICY = (
     Equal((FULL, *LEAN[1:], "memory.tile_mlp=2"), 1e-5, (*SAMPLES, *NORM)),
     Equal(("generation.cache_gib=0.0001", "optimizer.in_backward=true"), 1e-5, SAMPLES),
     Equal(REPEATED, 1e-5, (*SAMPLES, *NORM)),
+)
+OF_ALL_ROWS = (
+    Equal(THREE, 1e-5, NORM),
+    Equal((*THREE, FULL, *LEAN[:1], "memory.tile_mlp=2"), 1e-5, LOSS),
+    Equal((BFD,), 1e-5, NORM),
+    Equal(("data.packing=none",), 1e-5, NORM),
+    Equal((*THREE, "compile=true"), 1e-4, NORM),
 )
 RUNS: dict[str, list[Run]] = {
     "full_finetune_single_device": [
@@ -190,7 +199,28 @@ RUNS: dict[str, list[Run]] = {
         Run((*LORA, BFD), stops=(3,)),
         Run(("loss.per_token=true",), stops=(3,)),
     ],
-    "classify": [Run((BFD, "loss.class_weights=balanced"), stops=(3,)), Run(LORA, stops=(3,))],
+    "classify": [
+        Run((BFD, "loss.class_weights=balanced"), stops=(3,)),
+        Run(LORA, stops=(3,)),
+        Run(
+            (*TOKENS, "loss.class_weights=balanced"),
+            stops=(3,),
+            equals=(Equal(("batch_size=2", "gradient_accumulation_steps=2", "memory.tile_mlp=2"), 1e-4, NORM),),
+        ),
+    ],
+    # gradient_accumulation_steps is the number of micro-batches whose vectors are cached: all rows are compared.
+    "embed": [
+        Run((*NOTES, "data.negatives=1"), equals=OF_ALL_ROWS),
+        Run((*NOTES, "loss.name=triplet", "data.negatives=1", "loss.matryoshka=[128,16]"), equals=OF_ALL_ROWS[:1]),
+        Run((*THREE, *LORA, "neftune_alpha=5", "data.negatives=1"), stops=(3,)),
+        Run((*THREE, FLOAT16, FULL), stops=(3,), equals=(Equal(("model.dtype=float32",), 0.06, LOSS),)),
+        Run((*THREE, BFLOAT16, *LEAN[:1]), stops=(3,), equals=(Equal(("model.dtype=float32",), 0.06, LOSS),)),
+    ],
+    "rerank": [
+        Run((*NOTES, "loss.name=listnet"), equals=OF_ALL_ROWS),
+        Run((*NOTES, "loss.yes_no=[a,b]", "loss.name=lambda"), stops=(2,), equals=OF_ALL_ROWS),
+        Run((*THREE, *LORA, "neftune_alpha=5", FLOAT16), stops=(3,), equals=(Equal((FULL,), 1e-5, LOSS),)),
+    ],
     "distill": [
         Run((*STUDENT, *LEAN[:1], BFD), stops=(3,)),
         Run((*STUDENT, *LORA, "distill.teacher_dtype=nf4"), stops=(3,)),
@@ -227,7 +257,7 @@ RUNS: dict[str, list[Run]] = {
     ],
 }
 
-RUNS |= {name: [Run((BFD,), stops=(3,)), Run(LORA, stops=(3,))] for name in DERIVED}
+RUNS |= {name: [Run((BFD,), stops=(3,)), Run(LORA, stops=(3,)), *RUNS.get(name, ())] for name in DERIVED}
 
 # Commands with the required settings alone: tests/recipes/test_first_commands.py
 # -----------------------------------------------
@@ -368,6 +398,24 @@ REFUSED: dict[str, dict[Settings, str]] = {
         ("data.packing=wrapped",): "data.packing",
         ("loss.class_weights={c: 2}",): "loss.class_weights.c: no such label",
         ("data.labels=[a,b]",): "the label is .*; expected one of a, b",
+    },
+    "embed": {
+        ("vectors.pooling=cls",): "the first token, which sees no other token in a causal model",
+        ("loss.matryoshka=[256,8]",): "the vectors of this model have 128 features",
+        ("loss.name=cosent",): "learns scores, and the rows have none",
+        ("loss.name=kl", "data.negatives=1"): "a teacher's `scores` of its passages",
+        ("loss.name=triplet",): "the rows have 1. Add a field `negative`",
+        ("batch_size=1",): "a step has 1 row without negatives",
+        ("loss.hardness_mode=hard_negatives",): "the rows have no negatives",
+        ("data.negatives=2",): "the row has 1 wrong passage, and data.negatives=2",
+        ("data.scored=true", "loss.name=cosent"): "no field `scores` with a number for each passage",
+    },
+    "rerank": {
+        ("loss.yes_no=[yes,no]",): "'yes' is 2 tokens of this model",
+        ("loss.name=ranknet", "data.negatives=0"): "the rows have 1. Add a field `negative`",
+        ("loss.name=ranknet", "loss.k=1"): "loss.k=1 has no effect",
+        ("data.max_length=6",): "the template and the query leave no room in max_length for the passage",
+        ("data.template=x",): "needs {query}, and {passage} once",
     },
     "distill": {
         STUDENT[:1]: "expected one of teacher=MODEL and cached=FOLDER.*found neither",

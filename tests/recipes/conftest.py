@@ -106,6 +106,7 @@ def prepare(folder: Path, settings: tuple[str, ...]) -> None:
     (folder / "mine.py").write_text(REWARDS)
     first_rows("tiny/validation.jsonl", 6, folder, "texts.jsonl")
     first_rows("tiny/pairs_validation.jsonl", 6, folder, "pairs.jsonl")
+    first_rows("tiny/notes_validation.jsonl", 6, folder, "notes.jsonl")
     if any("TMP/kept" in one for one in settings):
         kept = ("model.path=tiny", "data.source=tiny/validation.jsonl", "data.max_length=64", "top_k=16", "device=cpu")
         keep_teacher(load_config(KeepTeacherConfig, None, [*kept, f"destination={folder / 'kept'}"]))

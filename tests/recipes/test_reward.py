@@ -222,7 +222,7 @@ def test_language_models_reward_models_and_classifiers_are_told_apart(trained: P
         load_model(folder, scores=REWARD_LABELS)
     config["model_type"] = "granite"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="transformers has no sequence classification model"):
+    with pytest.raises(ValueError, match="lean_ft has no sequence classification model"):
         load_model(folder, scores=REWARD_LABELS)
 
 

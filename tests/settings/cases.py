@@ -111,6 +111,10 @@ CALLING = {
     "calls": "2",
     "parallel": "1",
 }
+# Rows of embed and rerank whose passages have a teacher's scores, and rows with equal passages.
+JUDGED = "data.source=IN/judged.jsonl data.validation_source=IN/judged.jsonl"
+REPEATED = "data.source=IN/repeated.jsonl batch_size=4"
+BOTH_WAYS = "loss.directions=[query_to_doc,doc_to_query]"
 ENVIRONMENT = "data.chat=auto environment=IN/environment.py:Counting"
 # Settings whose type does not imply a test value, or whose effect needs another setting.
 CASES = {
@@ -278,6 +282,33 @@ CASES = {
     "loss.correction_max": Case("0.1", "loss.correction=token_truncate generation.top_p=0.5"),
     "loss.mask_truncated": Case("true"),
     "loss.entropy_share": Case("0.2"),
+    "data.negatives": Case("0"),
+    "data.scored": Case("false", f"{JUDGED} loss.name=margin_mse", refused="learns scores, and the rows have none"),
+    "data.query_prompt": Case("Question: "),
+    "data.passage_prompt": Case("Note: "),
+    "data.template": Case("{passage} {query}"),
+    "vectors.pooling": Case("mean"),
+    "vectors.normalize": Case("false"),
+    "loss.temperature": Case("0.1"),
+    "loss.directions": Case("[query_to_doc, doc_to_query]"),
+    "loss.partition_mode": Case("per_direction", BOTH_WAYS),
+    "loss.hardness_mode": Case("in_batch_negatives"),
+    "loss.hardness_strength": Case("2", "loss.hardness_mode=in_batch_negatives"),
+    "loss.mask_duplicates": Case("false", REPEATED),
+    "loss.chunk_rows": Case("8", "batch_size=256", GPU),
+    "loss.margin": Case("0.1", "loss.name=triplet"),
+    "loss.distance": Case("cosine", "loss.name=triplet"),
+    "loss.similarity": Case("cosine", f"{JUDGED} loss.name=margin_mse vectors.normalize=false"),
+    "loss.teacher_temperature": Case("2", f"{JUDGED} loss.name=kl"),
+    "loss.matryoshka": Case("[8]"),
+    "loss.matryoshka_weights": Case("[0.5]", "loss.matryoshka=[8]"),
+    "loss.yes_no": Case("[a, b]"),
+    "loss.positive_weight": Case("2"),
+    "loss.weighting": Case("ndcg1", "loss.name=lambda"),
+    "loss.mu": Case("2", "loss.name=lambda"),
+    "loss.k": Case("1", f"{JUDGED} loss.name=ranknet"),
+    "loss.sigma": Case("2", "loss.name=ranknet"),
+    "loss.eps": Case("0.9", f"{JUDGED} loss.name=lambda"),
     "pad_token": Case("<|system|>"),
     "prompt": Case("Who"),
     "prompts_file": Case("IN/prompts.txt", refused="both"),
@@ -308,6 +339,19 @@ OF_RECIPE: dict[str, Case | None] = {
     "full_finetune_single_device memory.experts": Case(
         "streamed", f"{MIXTURE} memory.activation_checkpointing=full", GPU, refused="needs frozen experts"
     ),
+    "embed loss.name": Case("triplet"),
+    **{f"{recipe} data.batch_tokens": Case("256", "data.packing=none") for recipe in DERIVED},
+    **{
+        f"{recipe} model.images": Case("frozen", "model.path=IN/sees", refused="compares texts alone")
+        for recipe in DERIVED
+    },
+    **{f"{recipe} data.image_tokens": Case("4", refused="needs images. Set model.images") for recipe in DERIVED},
+    "rerank data.scored": Case("false", JUDGED),
+    "rerank data.truncation_side": Case("left", refused="cuts the end of the passage"),
+    **{
+        f"rerank data.{name}": Case("Note: ", refused="Write it in data.template")
+        for name in ("query_prompt", "passage_prompt")
+    },
     "classify data.format": Case("text", refused="no field `label`"),
     "evaluate data.format": Case("text", "data.columns={text: completion}", refused="trained from its first token"),
     # In float32, a plan traces the attention of each row.
@@ -329,6 +373,7 @@ OF_RECIPE: dict[str, Case | None] = {
     "classify data.columns": Case("{text: other}"),
     "classify data.labels": Case("[b, a]"),
     "classify data.multi_label": Case("true", refused="no field `labels`"),
+    "classify data.labels_per": Case("token", refused="no field `spans`"),
     "classify loss.class_weights": Case("balanced"),
     **{f"{recipe} compile": Case("true", "", GPU) for recipe in SCORES},
     "evaluate seed": None,  # used only by tasks that sample
@@ -410,6 +455,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "Set model.images=frozen": (["evaluate"], "model.images"),
     "so it has no question": (["evaluate"], "data.train_on"),
     "expected one of teacher=MODEL and cached=FOLDER": (["distill"], "distill.cached"),
+    "this recipe adds no router loss": (["embed", "rerank"], "model.router_aux_loss_coef"),
     "this model has no experts": (["distill"], "parallel.experts"),  # the teacher
     "has a different tokenizer": (["distill"], "model.new_tokens"),
     "loss needs the whole output layer": (WHOLE_OUTPUT, "parallel.vocabulary"),

@@ -129,6 +129,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         files = {"": of_preset[:6], "other_": of_preset[1:6], "held_out_": of_preset[6:], "bad_": [*of_preset[:6], {}]}
         for prefix, chosen in files.items():
             write(f"{prefix}{recipe}", chosen)
+    ranked = rows_of_preset("rerank", 8)
+    judged = [{"scores": [0.3 + i / 20, i % 3 / 10, 0.05], "negative_1": f"Note {i}"} for i in range(len(ranked))]
+    write("judged", [row | more for row, more in zip(ranked, judged, strict=True)])
+    write("repeated", [{**row, "positive": ranked[i % 2]["positive"]} for i, row in enumerate(ranked)])
     model_folder("qwen3_vl", folder / "sees")
     write_rows("qwen3_vl", folder)
     photos = [json.loads(line) for line in (folder / "photos.jsonl").read_text().splitlines()]

@@ -12,6 +12,7 @@ from lean_ft.losses import CrossEntropy
 from lean_ft.models import load_model
 from lean_ft.peft import apply_lora
 from lean_ft.settings import LoRAConfig
+from lean_ft.system.passes import evaluating
 from lean_ft.training.regularization import add_embedding_noise, freeze_parameters
 from tests.training.toy_runs import QWEN, metrics
 
@@ -111,8 +112,11 @@ def test_noise_is_even_and_shrinks_with_the_length_of_the_sequence(batch, length
     assert torch.allclose(noise.std((0, 3)), scale / math.sqrt(3), rtol=0.05)
     assert noise.mean().abs() < 0.01
     assert bool((noise.abs() <= scale[..., None] * 1.001).all())
-    with torch.no_grad():
+    with evaluating(model):
         assert not added_noise(model, input_ids=ids, **batch).any()
+    torch.manual_seed(0)
+    with torch.no_grad():  # the first pass of gradient caching
+        assert torch.equal(added_noise(model, input_ids=ids, **batch), noise[0])
 
 
 def test_a_recipe_that_would_ignore_a_setting_is_refused(train, tmp_path):

@@ -1,9 +1,9 @@
-"""Causal grouped-query attention over padded, packed and cached inputs.
+"""Grouped-query attention over padded, packed and cached inputs; causal, or in text encoders to both sides.
 
-A batch has plain rows (one document per row, padded on the right, where causality hides the padding) or packed rows,
-whose documents `cu_seqlens` marks. Documents never see each other. Each is computed separately rather than through a
-(T, T) mask, so changing a document leaves the others' outputs bit-identical. A document may continue an earlier stretch
-of its row (`Sight`), as several completions of one prompt do.
+A batch has plain rows (one document per row, padded on the right, where causality hides the padding; an encoder's rows
+have none) or packed rows, whose documents `cu_seqlens` marks. Documents never see each other. Each is computed
+separately rather than through a (T, T) mask, so changing a document leaves the others' outputs bit-identical. A
+document may continue an earlier stretch of its row (`Sight`), as several completions of one prompt do.
 
 On CUDA in 16 bits, on cards since Ampere, PyTorch's kernels compute it: fused attention for rows, `varlen_attn` for
 documents and windows. Everything else uses the custom op of `document_attention`: sinks, CPUs, older cards, float32,
@@ -33,12 +33,17 @@ from lean_ft.models.rope import rotate, rotate_both
 
 @dataclass(frozen=True)
 class Scoring:
-    """Variants of causal softmax attention."""
+    """Variants of softmax attention."""
 
     scale: float | None = None  # None: D ** -0.5
-    window: int | None = None  # positions that a query sees, including its own
+    window: int | None = None  # positions that a query sees, including its own; as many on the other side of an encoder
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     chunk: int | None = None  # a query sees its own chunk of this many positions
+    bidirectional: bool = False  # a query also sees the later tokens of its document
+
+    def num_ahead(self, longest: int) -> int:
+        """The most later tokens that a query sees in documents of up to `longest` tokens."""
+        return min(self.window or longest, longest) - 1 if self.bidirectional else 0
 
 
 class Sight(NamedTuple):
@@ -91,7 +96,7 @@ class Attention(nn.Module):
         super().__init__()
         layer, hidden_size = config.layers[layer_index], config.hidden_size
         self.head_dim = config.head_dim_of(layer_index)
-        self.scoring = Scoring(config.attention_scale, layer.window)
+        self.scoring = Scoring(config.attention_scale, layer.window, bidirectional=config.bidirectional)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
         self.value_dim = self.features_of_values(config)
         self.split_sizes = [query_size, kv_size, kv_size]
@@ -206,7 +211,7 @@ class AttentionToShared(nn.Module):
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         layer, self.head_dim = config.layers[layer_index], config.head_dim_of(layer_index)
-        self.scoring = Scoring(config.attention_scale, layer.window)
+        self.scoring = Scoring(config.attention_scale, layer.window, bidirectional=config.bidirectional)
         self.q_proj = nn.Linear(config.hidden_size, config.num_heads * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps, config.norm_weight_offset)
@@ -243,7 +248,7 @@ def attend(
     sinks: Tensor | None,
     sight: Sight | None = None,
 ) -> Tensor:
-    """Causal attention within each document, or within each row if `cu_seqlens` is None."""
+    """Attention within each document, or within each row if `cu_seqlens` is None."""
     if cu_seqlens is None:
         return attend_rows(query, key, value, scoring, sinks, sight)
     return attend_documents(query, key, value, cu_seqlens, scoring, sinks, sight)
@@ -257,13 +262,15 @@ def attend_rows(
     sinks: Tensor | None = None,
     sight: Sight | None = None,
 ) -> Tensor:
-    """Causal attention (B, T, H, D) within each row, of query (B, T, H, D), key and value (B, T, K, D).
+    """Attention (B, T, H, D) within each row, of query (B, T, H, D), key and value (B, T, K, D).
 
     sinks (H,): a logit per head that joins the softmax and has no value.
     """
     if sight is None and _has_row_kernels(query, key, scoring, sinks):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=not scoring.bidirectional, scale=scoring.scale, enable_gqa=True
+        )
         return attended.transpose(1, 2)
     num_rows, num_tokens = query.shape[:2]
     device = query.device if query.is_cuda else None
@@ -280,7 +287,7 @@ def attend_documents(
     sinks: Tensor | None = None,
     sight: Sight | None = None,
 ) -> Tensor:
-    """Causal attention (B, T, H, D) within each document and to its prefix.
+    """Attention (B, T, H, D) within each document and to its prefix.
 
     query (B, T, H, D); key and value (B, T, K, D); cu_seqlens (documents + 1,) int32, the documents' boundaries in the
     N = B * T tokens; sinks (H,). No document with its prefix is longer than a row. Raises ValueError for prefixes if
@@ -293,8 +300,10 @@ def attend_documents(
             raise ValueError(f"prefixes and images are not supported: {chunks}.")
         cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
-    sees_ahead = sight is not None and sight.ends is not None
-    if has_kernels(query, scoring, sinks) and not sees_ahead:
+    num_ahead, ends = scoring.num_ahead(longest), None if sight is None else sight.ends
+    if sight is not None and scoring.bidirectional:
+        raise ValueError("prefixes and images are not supported: tokens see the later tokens of their text.")
+    if has_kernels(query, scoring, sinks) and ends is None:
         # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true
         # length would wait for the device in every layer.
         key_cu_seqlens = cu_seqlens
@@ -309,17 +318,17 @@ def attend_documents(
         else:
             from lean_ft.models.attention.varlen import GROUPED, varlen_attn
 
-            back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees
+            back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees; -1: all
+            ahead = back if scoring.bidirectional else 0
             attended = varlen_attn(
                 *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
                 scale=scoring.scale,
-                window_size=(back, 0),
+                window_size=(back, ahead),
                 **GROUPED,
             )
     else:
         rules = scoring.scale, scoring.window, scoring.softcap
-        sight = sight or Sight()
-        seen = sight.prefixes, sight.ends, sight.num_ahead
+        seen = (None, None, num_ahead) if sight is None else (sight.prefixes, sight.ends, sight.num_ahead)
         attended = document_attention(q, k, v, cu_seqlens, sinks, *rules, query.shape[1], *seen)
     return attended.view(query.shape)
 
@@ -392,7 +401,8 @@ def attend_filled(
 
 def has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
-    return kernel_of(query, is_plain=scoring.softcap is None, sinks=sinks is not None) == "flash"
+    is_plain = scoring.softcap is None and not (scoring.bidirectional and sinks is not None)
+    return kernel_of(query, is_plain=is_plain, sinks=sinks is not None) == "flash"
 
 
 def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Causal attention for each document separately, in plain matrix products.
+"""Attention for each document separately, in plain matrix products; causal, or in text encoders to both sides.
 
 Queries are processed in blocks. A block's float32 scores exist only for its softmax; products with values and gradients
 use the tensors' dtype (float32 on a CPU without 16-bit instructions). Backward recomputes the softmax, so nothing of
@@ -85,8 +85,9 @@ def document_attention(
         row_tokens: no document crosses a multiple of this number; default N. Used on a GPU only.
         prefixes: (documents, 2) integers, start and end of the earlier positions in the same row that each document
             continues; equal for no prefix.
-        ends: (N,) integers, the token before which each query's keys end, in the query's document; default its own + 1.
-        num_ahead: the most tokens that a query sees ahead. Used on a GPU only.
+        ends: (N,) integers, the token before which each query's keys end, in the query's document. By default it sees
+            the next `num_ahead` tokens of its document.
+        num_ahead: the most tokens that a query sees ahead.
         key_bounds: (documents + 1,) integers, the boundaries of the documents' keys, if key and value have other tokens
             than the query; a document's last query is aligned with its last key. PyTorch's flash kernel computes this,
             on a GPU, with `sinks`, and without a soft cap, `prefixes` and `ends`.
@@ -115,6 +116,7 @@ def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: *RowAr
     `Rows`."""
     of_rows = Rows(*rows)
     if (kernels := _kernels(query, of_rows.key_bounds)) is not None:
+        of_rows = of_rows.with_ends(len(query))
         attend = kernels.attend if of_rows.key_bounds is None else kernels.attend_with_sinks
         return attend(query, key, value, of_rows)
     lse = query.new_empty(0, dtype=torch.float32)
@@ -124,7 +126,7 @@ def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: *RowAr
     for document, prefix in _documents(of_rows.cu_seqlens, len(query), of_rows.prefixes):
         queries, outs = (_by_group(x[document], key) for x in (query, out))
         num_before = prefix.stop - prefix.start
-        own_ends = _ends(of_rows.ends, document, num_before)
+        own_ends = _ends(of_rows, document, num_before)
         blocks = _blocks(query.shape[1], queries.shape[2], of_rows.window, num_before, own_ends)
         keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
         softmax, values = _Softmax(queries, keys, of_rows, own_ends), values.to(dtype)
@@ -170,6 +172,7 @@ def document_attention_backward(
     sinks, key_bounds = of_rows.sinks, of_rows.key_bounds
     if query.is_cuda:
         if (kernels := _kernels(query, key_bounds)) is not None:
+            of_rows = of_rows.with_ends(len(query))
             backward = kernels.attend_backward if key_bounds is None else kernels.attend_with_sinks_backward
             *grads, grad_sinks = backward(grad_out, out, lse, query, key, value, of_rows)
         else:
@@ -184,7 +187,7 @@ def document_attention_backward(
     for document, prefix in _documents(of_rows.cu_seqlens, len(query), of_rows.prefixes):
         queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
         num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
-        own_ends = _ends(of_rows.ends, document, num_before)
+        own_ends = _ends(of_rows, document, num_before)
         blocks = _blocks(query.shape[1], num_tokens, of_rows.window, num_before, own_ends)
         keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
         softmax = _Softmax(queries, keys, of_rows, own_ends)
@@ -235,7 +238,8 @@ def _(
 
 def _kernel_in_plan(capability: tuple[int, int], query: Tensor, of_rows: Rows) -> tuple[str, str]:
     """The kernel that a GPU chooses, and the reason where it is not PyTorch's."""
-    is_plain, has_sinks = of_rows.softcap is None and of_rows.ends is None, of_rows.sinks is not None
+    has_sinks = of_rows.sinks is not None
+    is_plain = of_rows.softcap is None and of_rows.ends is None and not (has_sinks and of_rows.num_ahead)
     kernel, why = choose_kernel(
         query.shape[-1], query.dtype, capability, is_plain=is_plain, sinks=has_sinks, compiles=True
     )
@@ -284,14 +288,26 @@ def _launched_backward(
     return Launched(number, [*[query.nbytes] * 2 * is_grouped, sums])
 
 
-def _flops(longest_document: int, query: Tensor, *_: object) -> int:
+def _sees_both_sides(of_rows: Rows) -> bool:
+    return of_rows.ends is None and of_rows.num_ahead > 0
+
+
+def _flops(longest_document: int, query: Tensor, key: Tensor, value: Tensor, *rows: *RowArguments) -> int:
     """Two products of N x L x D per head; the causal mask halves each."""
-    return 2 * query.numel() * longest_document
+    return 2 * query.numel() * longest_document * (1 + _sees_both_sides(Rows(*rows)))
 
 
-def _flops_backward(longest_document: int, grad: Tensor, out: Tensor, query: Tensor, *_: object) -> int:
+def _flops_backward(
+    longest_document: int,
+    grad: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rows_and_lse: *RowArgumentsAndLSE,
+) -> int:
     """Five products."""
-    return 5 * query.numel() * longest_document
+    return 5 * query.numel() * longest_document * (1 + _sees_both_sides(Rows(*rows_and_lse[:-1])))
 
 
 def _arithmetic(
@@ -319,6 +335,7 @@ def _on_gpu(
     """The products of each query with the keys that it sees, and with `_IDLE_KEYS` more, in one pass: 0 is forward."""
     window = min(of_rows.window or longest_document, longest_document)
     seen = window - window**2 / (2 * longest_document)  # keys, on average
+    seen *= 1 + _sees_both_sides(of_rows)
     each = 2 * _NUM_PRODUCTS[which_pass] * query.numel()
     times = 1.0
     if _kernel_in_plan(capability, query, of_rows)[0] == "own":
@@ -456,9 +473,14 @@ def _seen(x: Tensor, document: slice, prefix: slice) -> Tensor:
     return torch.cat((x[prefix], x[document])) if prefix.start < prefix.stop else x[document]
 
 
-def _ends(ends: Tensor | None, document: slice, num_before: int) -> Tensor | None:
-    """Where the keys of a document's queries end, counted in the keys that the document sees."""
-    return None if ends is None else ends[document] - document.start + num_before
+def _ends(of_rows: Rows, document: slice, num_before: int) -> Tensor | None:
+    """Where the keys of a document's queries end, counted in the keys that the document sees; None: after their own."""
+    if of_rows.ends is None and not of_rows.num_ahead:
+        return None
+    if of_rows.ends is not None:
+        return of_rows.ends[document] - document.start + num_before
+    num_tokens = document.stop - document.start
+    return num_before + torch.arange(1, num_tokens + 1).add_(of_rows.num_ahead).clamp_(max=num_tokens)
 
 
 def _blocks(

@@ -76,7 +76,8 @@ def choose_kernel(
     """The kernel of attention on a card, and the reason where it is not PyTorch's.
 
     Args:
-        is_plain: without a soft cap and without queries that see later tokens.
+        is_plain: without a soft cap, and without queries that see later tokens unless all of them see as far ahead as
+            behind, which is a window of the kernel, but not of the one that joins sinks.
         compiles: Triton and a C compiler are installed; default: look on this machine.
     """
     compiles = HAS_TRITON if compiles is None else compiles
@@ -117,6 +118,7 @@ class _AttentionLayer(NamedTuple):
     head_dim: int
     has_softcap: bool
     has_sinks: bool
+    sees_later: bool
 
 
 def _attention_layers(model: "Decoder") -> Iterator[_AttentionLayer]:
@@ -129,18 +131,21 @@ def _attention_layers(model: "Decoder") -> Iterator[_AttentionLayer]:
         if latent is not None:
             head_dim = max(latent.plain_dim + head_dim, latent.value_dim)
         has_sinks = getattr(attention, "sinks", None) is not None
-        yield _AttentionLayer(head_dim, attention.scoring.softcap is not None, has_sinks)
+        scoring = attention.scoring
+        yield _AttentionLayer(head_dim, scoring.softcap is not None, has_sinks, scoring.bidirectional)
 
 
 def _kernel_of(layer: _AttentionLayer, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Kernel, str]:
-    return choose_kernel(layer.head_dim, dtype, capability, is_plain=not layer.has_softcap, sinks=layer.has_sinks)
+    is_plain = not layer.has_softcap and not (layer.sees_later and layer.has_sinks)
+    return choose_kernel(layer.head_dim, dtype, capability, is_plain=is_plain, sinks=layer.has_sinks)
 
 
 def _describe(layer: _AttentionLayer, dtype: torch.dtype, capability: tuple[int, int]) -> str:
     kernel, reason = _kernel_of(layer, dtype, capability)
     if kernel == "flash":
         version = (_active() or "FA2").removeprefix("FA")
-        return f"flash kernel (FlashAttention {version}){', sinks joined afterwards' if layer.has_sinks else ''}"
+        remark = ", to both sides" if layer.sees_later else ", sinks joined afterwards" if layer.has_sinks else ""
+        return f"flash kernel (FlashAttention {version}){remark}"
     reason = "soft cap" if layer.has_softcap and reason.startswith("a soft cap") else reason
     return f"own Triton kernel: {reason}" if kernel == "own" else f"blocks of eager operations (slow): {reason}"
 

@@ -1,4 +1,4 @@
-"""Causal attention of packed rows on a GPU, whose host does not know the documents' boundaries.
+"""Attention of packed rows on a GPU, whose host does not know the documents' boundaries.
 
 `document_attention` reads the boundaries, so on a GPU it would wait in every layer, and one short document is too
 little work for a launch. Here a block of queries of all rows attends to all earlier keys, and other documents are
@@ -56,6 +56,15 @@ class Rows(NamedTuple):
     ends: Tensor | None = None
     num_ahead: int = 0
     key_bounds: Tensor | None = None
+
+    def with_ends(self, num_all: int) -> "Rows":
+        """The same with `ends` for all N tokens, if queries see `num_ahead` later tokens of their documents."""
+        if self.ends is not None or not self.num_ahead:
+            return self
+        tokens = torch.arange(num_all, dtype=self.cu_seqlens.dtype, device=self.cu_seqlens.device)
+        document = torch.bucketize(tokens, self.cu_seqlens[1:-1], right=True)
+        ends = torch.minimum(self.cu_seqlens[document + 1], tokens + self.num_ahead + 1)
+        return self._replace(ends=ends.to(torch.int32))
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, of_rows: Rows) -> Tensor:
@@ -128,6 +137,7 @@ class _Softmax:
     """The attention weights of one block of queries."""
 
     def __init__(self, query: Tensor, key: Tensor, of_rows: Rows) -> None:
+        of_rows = of_rows.with_ends(len(query))
         num_heads, num_kv_heads, row_tokens = query.shape[1], key.shape[1], of_rows.num_tokens
         self.group, self.num_kv_heads = num_heads // num_kv_heads, num_kv_heads
         self.dtype = wide_dtype(query)

@@ -9,6 +9,7 @@ from lean_ft.models.config import DecoderConfig, MixtureConfig
 from lean_ft.models.families.cohere2_moe import COHERE2_MOE
 from lean_ft.models.families.corrected_mixtures import CORRECTED_MIXTURES
 from lean_ft.models.families.dense import DENSE
+from lean_ft.models.families.encoders import ENCODERS
 from lean_ft.models.families.falcon_h1 import FALCON_H1
 from lean_ft.models.families.family import Family, no_layer
 from lean_ft.models.families.gemma import GEMMA
@@ -31,7 +32,7 @@ from lean_ft.models.families.unusual_attention import UNUSUAL_ATTENTION
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.user_functions import OWN_FAMILIES, OwnRow, load_value
 
-__all__ = ["FAMILIES", "MULTIMODAL", "REFUSED", "SIZES_7B", "Family", "Multimodal", "family_of", "no_layer"]
+__all__ = ["ENCODERS", "FAMILIES", "MULTIMODAL", "REFUSED", "SIZES_7B", "Family", "Multimodal", "family_of", "no_layer"]
 __all__ += ["own_name", "own_row"]
 
 FAMILIES: dict[str, Family] = {
@@ -54,6 +55,7 @@ FAMILIES: dict[str, Family] = {
     **HYBRIDS,
     **MAMBA,
     **FALCON_H1,
+    **ENCODERS,
 }
 
 

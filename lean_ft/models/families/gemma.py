@@ -1,6 +1,9 @@
-"""Gemma 1 to 3. The scores of Gemma 2 and VaultGemma have a soft cap."""
+"""Gemma 1 to 3, and EmbeddingGemma, a Gemma 3 whose tokens see later ones. The scores of Gemma 2 and VaultGemma have a
+soft cap."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lean_ft.models.attention.attention import Attention
 from lean_ft.models.config import DecoderConfig, FamilyParts
@@ -30,6 +33,24 @@ class CappedAttention(Attention):
 def _gemma2(fields: ConfigFields) -> Gemma2:
     return Gemma2(fields.positive_or_null("attn_logit_softcapping"))
 
+
+def _is_encoder(fields: ConfigFields) -> bool:
+    """Whether tokens see later ones. `vision`: only those of images do."""
+    value = fields.get("use_bidirectional_attention")
+    if value is not None and not isinstance(value, bool) and value != "vision":
+        raise fields.wrong("use_bidirectional_attention", "true, false or vision")
+    return value is True
+
+
+def _with_half_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The window of an encoder counts both sides. transformers reads half of it as one side, and writes the whole."""
+    size = config.get("sliding_window", _GEMMA_3_WINDOW)
+    if config.get("use_bidirectional_attention") is not True or not isinstance(size, int) or isinstance(size, bool):
+        return config
+    return {**config, "sliding_window": size // 2 + 1}
+
+
+_GEMMA_3_WINDOW = 4096
 
 # A table: related fields share a line.
 # fmt: off
@@ -72,11 +93,12 @@ GEMMA: dict[str, Family] = {
         activation_field="hidden_activation",
     ),
     "gemma3_text": Family(
-        scores_as="Gemma3Text", facts={**_GEMMA_2_FACTS, "qk_norm": "head"}, has_window=all_but_every_nth_layer,
-        reads_layer_types=True, rope=rope_by_window,
+        scores_as="Gemma3Text", facts={**_GEMMA_2_FACTS, "qk_norm": "head", "bidirectional": _is_encoder},
+        has_window=all_but_every_nth_layer, reads_layer_types=True, rope=rope_by_window,
+        preprocessed=_with_half_windows,
         defaults={
             **GEMMA_DEFAULTS, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4,
-            "max_position_embeddings": 131072, "sliding_window": 4096, "sliding_window_pattern": 6,
+            "max_position_embeddings": 131072, "sliding_window": _GEMMA_3_WINDOW, "sliding_window_pattern": 6,
             "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         },
         activation_field="hidden_activation",

@@ -295,7 +295,8 @@ class VisionTower(nn.Module):
         patches (P, C, p, p): bytes, in blocks of `merge` x `merge`; grids: rows and columns of each image. A frozen
         tower keeps no graph, and computes `GROUP_PATCHES` at a time.
         """
-        is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        is_recorded = self.training or torch.is_grad_enabled()
+        is_trained = is_recorded and any(parameter.requires_grad for parameter in self.parameters())
         if self.is_sharded or is_trained:
             return self._embeddings(patches, grids)
         with torch.no_grad():

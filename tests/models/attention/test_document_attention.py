@@ -35,7 +35,7 @@ def inputs(dtype: torch.dtype, heads: int = 6, kv_heads: int = 2, size: int = 16
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rules) -> torch.Tensor:
     """One softmax over all tokens, with later, too distant and other documents' tokens masked."""
     document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    ends = image_ends() if "ends" in rules else torch.arange(1, len(document) + 1)
+    ends = image_ends() if "ends" in rules else torch.arange(1, len(document) + 1) + rules.get("num_ahead", 0)
     sees = torch.arange(len(document)) < ends[:, None]
     if "window" in rules:
         sees &= ~torch.ones(len(document), len(document)).tril(-rules["window"]).bool()
@@ -61,6 +61,8 @@ def relative_errors(result, leaves, grad, exact, exact_leaves) -> list[float]:
 WHOLE, PARTS = 2**22, 6 * 129 * 7  # block sizes: all scores, and a few rows
 RULES = [{"scale": 0.7}, {"window": 2}, {"window": 5}, {"window": 64}, {"window": 100}, {"softcap": 0.8}, {"sinks": 6}]
 RULES += [{"sinks": 6, "window": 17, "softcap": 1.5, "scale": 0.3}, {"ends": True}, {"ends": True, "window": 17}]
+RULES += [{"num_ahead": n, "window": n + 1, **capped} for n in (1, 16, 70) for capped in ({}, {"softcap": 0.8})]
+RULES += [{"num_ahead": sum(LENGTHS)}, {"num_ahead": 128, "sinks": 6}]
 CASES = [(6, 2, 16, rules, scores) for rules in RULES for scores in (WHOLE, PARTS)]
 CASES += [(*heads, {}, WHOLE) for heads in ((6, 2, 16), (4, 4, 10), (3, 1, 64))]
 

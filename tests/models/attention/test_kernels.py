@@ -14,6 +14,7 @@ from lean_ft.models.new_model import empty_decoder
 
 AMPERE, TURING = (8, 0), (7, 5)
 BF16, FLOAT32 = torch.bfloat16, torch.float32
+BOTH_SIDES = {"head_dim": 64, "bidirectional": True}
 SINKS, CAP = {"attention_sinks": True}, {"parts": FAMILIES["gemma2"].parts, "own": Gemma2(attention_softcap=50.0)}
 
 
@@ -25,6 +26,9 @@ SINKS, CAP = {"attention_sinks": True}, {"parts": FAMILIES["gemma2"].parts, "own
         ({"head_dim": 64, **SINKS}, BF16, AMPERE, True, "auto",
             "flash kernel (FlashAttention 2), sinks joined afterwards"),
         ({"head_dim": 64, **SINKS}, BF16, AMPERE, False, "auto", "slow): sinks, and Triton or a C compiler is missing"),
+        (BOTH_SIDES, BF16, AMPERE, False, "auto", "flash kernel (FlashAttention 2), to both sides"),
+        (BOTH_SIDES | SINKS, BF16, AMPERE, True, "auto", "or queries that see later tokens"),
+        (BOTH_SIDES, FLOAT32, AMPERE, True, "auto", "blocks of eager operations (slow): float32"),
         ({"head_dim": 512}, BF16, AMPERE, True, "flash2", "own Triton kernel: heads of 512 features"),
         ({"head_dim": 20}, torch.float16, (12, 0), True, "auto", "own Triton kernel: heads of 20 features"),
         ({"head_dim": 256, **CAP}, BF16, (8, 9), True, "auto", "own Triton kernel: soft cap"),

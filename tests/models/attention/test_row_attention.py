@@ -24,6 +24,7 @@ def by_rows(leaves, cu_seqlens, grad, **rules) -> list[torch.Tensor]:
     """The output and the gradients of the leaves."""
     sinks = leaves[3] if len(leaves) == 4 else None
     own = Rows(cu_seqlens, sinks, rules.get("scale"), rules.get("window"), rules.get("softcap"), ROW)
+    own = own._replace(num_ahead=rules.get("num_ahead", 0))
     if "ends" in rules:
         own = own._replace(ends=documents.image_ends(), num_ahead=89)
     out = attend_rows(*leaves[:3], own)
@@ -51,6 +52,8 @@ def exactly(leaves, grad, **rules) -> list[torch.Tensor]:
         {"with_sinks": True, "window": 17, "softcap": 1.5, "scale": 0.3},
         {"ends": True},
         {"ends": True, "window": 17, "softcap": 1.5},
+        {"num_ahead": 134},
+        {"num_ahead": 16, "window": 17},
     ],
     ids=str,
 )
