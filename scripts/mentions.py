@@ -43,6 +43,17 @@ CAPABILITIES = {
         r"\btools?\b|tool_",
         ("lean_ft/tools", "lean_ft/online/episodes.py", "lean_ft/online/environments.py"),
     ),
+    "embeddings": Capability(
+        r"\bembedder|lean_ft\.embedding|embedding_(data|losses|server)|rerank|VECTORS|bidirectional|modules_json",
+        (
+            *("lean_ft/embedding", "lean_ft/cli/embed.py", "lean_ft/models/dense.py", "lean_ft/models/modules_json.py"),
+            *("lean_ft/models/families/encoders.py", "lean_ft/models/beside.py"),
+            *(f"lean_ft/{room}/{name}.py" for room in ("data", "losses") for name in ("embedding", "reranking")),
+            *(f"lean_ft/settings/{name}.py" for name in ("embedding", "embedding_losses")),
+            *(f"lean_ft/generation/{name}.py" for name in ("embedding_server", "embedding_requests")),
+            "lean_ft/tokenizers/pair_templates.py",
+        ),
+    ),
     "gguf": Capability("gguf", ("lean_ft/gguf", "lean_ft/export/gguf.py", "lean_ft/export/ollama.py")),
     "experts": Capability(
         r"\bexperts?\b",
