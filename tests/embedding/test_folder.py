@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from torch import nn
 
 from lean_ft.embedding.encode import Embedder, open_embedder, open_reranker
@@ -24,6 +22,7 @@ from lean_ft.models.modules_json import fields_of_dense
 from lean_ft.system.shards import part_of
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.checkpoint import CheckpointState, write_checkpoint
+from tests.embedding import theirs as st
 from tests.embedding.conftest import Save, with_adapter
 
 TEXTS = ["Which city is the capital of Zanemar?", "Tom has 48 apples. " * 12, "x", "<|user|> and <|end|>", " a  b "]
@@ -33,8 +32,8 @@ TEMPLATE = "<|begin|>Judge {x} of {query}.\nQuery: {query}\nPassage: '{passage}'
 PASSAGES = ["It is Qor.", "Tom has 48 apples. " * 40, "", "a {passage} {query} <|end|>"]
 
 
-def _theirs(folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=IN_FLOAT32)
+def _theirs(folder: Path) -> Any:
+    return st.library.SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=IN_FLOAT32)
 
 
 def _assert_equal_vectors(folder: Path) -> None:
@@ -52,6 +51,7 @@ def _assert_equal_vectors(folder: Path) -> None:
     VectorsOf("mean", False, "", "", None, (), {"other": "Other: "}, "other", "dot"),
     VectorsOf("cls", True, "q: ", "", 24, default_prompt="query"),
 ], ids=lambda how: how.pooling)  # fmt: skip
+@pytest.mark.long
 def test_vectors_of_a_saved_folder_equal_sentence_transformers(save_folder: Save, how: VectorsOf, kind: str):
     folder = save_folder(how, kind)
     assert VectorsOf.read(folder) == (how if how.max_length else replace(how, max_length=512))
@@ -119,18 +119,19 @@ def test_a_folder_of_ones_own_is_not_taken_for_files_of_an_export(tmp_path: Path
     assert [is_beside(tmp_path / name) for name in ("1_Pooling", "2_Dense", "1_own")] == [True, True, False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken"])
 def test_a_folder_that_sentence_transformers_saved_is_read(tmp_path: Path, mode: str):
-    transformer = Transformer(
+    transformer = st.modules.Transformer(
         str(resolve_model_path("tiny")),
         modality_config={"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
         module_output_name="token_embeddings",
         processor_kwargs={"model_max_length": 100},
         model_kwargs=IN_FLOAT32,
     )
-    dense = [Dense(128, 64, bias=False, activation_function=nn.Identity()), Dense(64, 32)]
-    theirs = SentenceTransformer(
-        modules=[transformer, Pooling(128, mode), *dense, Normalize()],
+    dense = [st.modules.Dense(128, 64, bias=False, activation_function=nn.Identity()), st.modules.Dense(64, 32)]
+    theirs = st.library.SentenceTransformer(
+        modules=[transformer, st.modules.Pooling(128, mode), *dense, st.modules.Normalize()],
         prompts={"query": "search: ", "passage": "text: ", "sorting": "sort: "}, similarity_fn_name="dot",
     )  # fmt: skip
     theirs.save(str(tmp_path), create_model_card=False)
@@ -152,6 +153,7 @@ def test_a_folder_that_sentence_transformers_saved_is_read(tmp_path: Path, mode:
     np.testing.assert_allclose(again.encode_document(texts), theirs.encode_document(texts), rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("how", [ScoresOf(TEMPLATE, (70, 71), 96), ScoresOf(TEMPLATE, None, 90)], ids=["yes", "layer"])
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -160,7 +162,7 @@ def test_scores_of_a_saved_folder_equal_those_of_cross_encoder(save_folder: Save
     ours = open_reranker(folder, "cpu", "float32")
     assert ours.how == how
     assert VectorsOf.read(folder) is None
-    theirs = CrossEncoder(str(folder), device="cpu", local_files_only=True, model_kwargs=IN_FLOAT32)
+    theirs = st.library.CrossEncoder(str(folder), device="cpu", local_files_only=True, model_kwargs=IN_FLOAT32)
     scores = ours.scores(TEXTS[0], PASSAGES)
     pairs = [(TEXTS[0], passage) for passage in PASSAGES]
     np.testing.assert_allclose(scores, theirs.predict(pairs, activation_fn=nn.Identity()), rtol=1e-5, atol=1e-5)

@@ -7,8 +7,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.util import semantic_search
 from typer.testing import CliRunner
 
 from lean_ft.cli.main import app
@@ -17,6 +15,7 @@ from lean_ft.embedding.encode import Embedder, open_embedder
 from lean_ft.embedding.folder import VectorsOf
 from lean_ft.embedding.rows import RowSearch, embed_rows
 from lean_ft.settings import DataConfig
+from tests.embedding import theirs as st
 from tests.embedding.conftest import Save
 
 HOW = VectorsOf("mean", True, "Query: ", "passage: ", 64)
@@ -50,13 +49,14 @@ def _leanft(*words: object) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_a_file_and_its_search_equal_sentence_transformers(folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rows_module, "ROWS_AT_A_TIME", 16)  # several parts
     array, table = file.with_name("vectors.npy"), file.with_name("vectors.parquet")
     searches = [word for question in QUESTIONS for word in ("--search", question)]
     out = _leanft("embed", folder, file, array, "--field", "body", *searches, "--top", 4, "--device", "cpu")
     _leanft("embed", folder, file, table, "--field", "body", "--as", "query", "--device", "cpu")
-    theirs = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    theirs = st.library.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     expected = theirs.encode_document(TEXTS)
     found = np.load(array)
     assert found.dtype == np.float32
@@ -64,7 +64,9 @@ def test_a_file_and_its_search_equal_sentence_transformers(folder: Path, file: P
     read = pyarrow.parquet.read_table(table)
     assert read["body"].to_pylist() == TEXTS
     np.testing.assert_allclose(np.stack(read["embedding"].to_numpy()), theirs.encode_query(TEXTS), rtol=0, atol=1e-6)
-    hits = semantic_search(torch.from_numpy(theirs.encode_query(QUESTIONS)), torch.from_numpy(expected), top_k=4)
+    hits = st.util.semantic_search(
+        torch.from_numpy(theirs.encode_query(QUESTIONS)), torch.from_numpy(expected), top_k=4
+    )
     lines = out.splitlines()
     for question, of_question in zip(QUESTIONS, hits, strict=True):
         at = lines.index(question)

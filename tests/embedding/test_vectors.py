@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from sentence_transformers.sentence_transformer.modules import Pooling as TheirPooling
 
 from lean_ft.embedding.vectors import Pooling, pooled
+from tests.embedding import theirs as st
 
 THEIRS: dict[Pooling, str] = {"last": "lasttoken", "mean": "mean", "cls": "cls"}
 LENGTHS = (7, 1, 12, 5)
@@ -16,11 +16,12 @@ def _rows() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 12, 6, generator=torch.Generator().manual_seed(0)), mask
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", THEIRS)
 def test_padded_rows_equal_sentence_transformers(pooling: Pooling):
     hidden, mask = _rows()
     features = {"token_embeddings": hidden, "attention_mask": mask.long()}
-    expected = TheirPooling(6, THEIRS[pooling])(features)["sentence_embedding"]
+    expected = st.modules.Pooling(6, THEIRS[pooling])(features)["sentence_embedding"]
     lengths = torch.tensor(LENGTHS)
     last = torch.arange(4) * 12 + lengths - 1
     torch.testing.assert_close(pooled(hidden.flatten(0, 1), last, lengths, pooling), expected, rtol=0, atol=1e-6)

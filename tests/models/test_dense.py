@@ -3,11 +3,10 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.models import Dense, Normalize, Pooling, Transformer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -15,29 +14,34 @@ from transformers import PreTrainedTokenizerFast
 
 from lean_ft.models import REWARD_LABELS, VECTORS, load_model, save_model, stored_labels
 from lean_ft.training.checkpoint import restore_weights
+from tests.embedding import theirs as st
 from tests.models.test_parity import token_ids
+
+pytestmark = pytest.mark.long  # imports sentence-transformers
 
 LAYERS = [(48, 70, False, nn.Identity()), (70, 30, True, nn.Tanh())]
 LENGTHS = [20, 7, 1]
 
 
-def make_folder(folder: Path, transformer: Path, *further: nn.Module) -> SentenceTransformer:
+def make_folder(folder: Path, transformer: Path, *further: nn.Module) -> Any:
     """A folder of sentence-transformers on a transformer's folder."""
     words = {f"w{i}": i for i in range(101)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w3").save_pretrained(transformer)
     torch.manual_seed(0)
-    dense = [Dense(size, out, bias=bias, activation_function=activation) for size, out, bias, activation in LAYERS]
-    modules = [Transformer(str(transformer)), Pooling(48, "mean"), *dense, *further]
-    model = SentenceTransformer(modules=modules, device="cpu")
+    dense = [
+        st.modules.Dense(size, out, bias=bias, activation_function=activation) for size, out, bias, activation in LAYERS
+    ]
+    modules = [st.modules.Transformer(str(transformer)), st.modules.Pooling(48, "mean"), *dense, *further]
+    model = st.library.SentenceTransformer(modules=modules, device="cpu")
     model.save(str(folder), create_model_card=False)
     return model
 
 
 @pytest.fixture(params=["gemma3_text_both_sides", "qwen3"])
-def folders(request, make_checkpoint, tmp_path) -> tuple[Path, SentenceTransformer]:
+def folders(request, make_checkpoint, tmp_path) -> tuple[Path, Any]:
     transformer, _ = make_checkpoint(request.param)
-    return tmp_path / "st", make_folder(tmp_path / "st", transformer, Normalize())
+    return tmp_path / "st", make_folder(tmp_path / "st", transformer, st.modules.Normalize())
 
 
 def vectors(model, ids, is_token):
@@ -73,7 +77,7 @@ def test_a_trained_folder_opens_in_sentence_transformers(folders, tmp_path):
     save_model(model, tmp_path / "saved")
     for file in folder.rglob("tokenizer*"):  # saved by the caller
         (tmp_path / "saved" / file.name).write_bytes(file.read_bytes())
-    reopened = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    reopened = st.library.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     found = reopened({"input_ids": ids, "attention_mask": is_token.long()})["sentence_embedding"]
     torch.testing.assert_close(found, vectors(model, ids, is_token), atol=1e-6, rtol=1e-5)
     places = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
