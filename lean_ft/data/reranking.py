@@ -47,7 +47,7 @@ class RerankingReader(EmbeddingReader):
 
     config: RerankingDataConfig
     known: ClassVar[dict[str, Fields]] = {
-        "query_passages_labels": Fields(
+        "passages": Fields(
             ("query", PASSAGES, "labels"),
             text="query",
             becomes="a query and a list of passages with their labels, for `rerank`",

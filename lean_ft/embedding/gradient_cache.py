@@ -75,7 +75,8 @@ class StepVectors(Generic[BatchT]):
         self._random_states = [_random_state(device) for _ in own]
         whole: Tensor | None = None
         # A plan runs one of the micro-batches that keep nothing.
-        for i in chain(world().repeat(range(len(own) - 1, 0, -1), 1), [0]):
+        self._repeat = world().repeat
+        for i in chain(self._repeat(range(len(own) - 1, 0, -1), 1), [0]):
             self._random_states[i] = _random_state(device)
             with first_pass(compiled=compiled) if i else nullcontext():
                 vectors = embed(own[i].to(device))
@@ -113,7 +114,7 @@ class StepVectors(Generic[BatchT]):
         parts = enumerate(self._ranks.share(self._micro_batches))
         number = len(self._random_states)
         yield from islice(parts, 1)
-        for _ in world().repeat(range(1, number - 1), 1):
+        for _ in self._repeat(range(1, number - 1), 1):
             yield next(parts)
         yield from deque(parts, 1)
 

@@ -97,7 +97,7 @@ def apply_lora(model: Decoder, cfg: LoRAConfig) -> int:
     dtype = weight.dtype if cfg.dtype == "model" else torch.float32
     if model.score is not None:
         for name, parameter in [*model.score.named_parameters()]:
-            setattr(model.score, name, nn.Parameter(parameter.detach().to(dtype)))
+            model.score.register_parameter(name, nn.Parameter(parameter.detach().to(dtype)))
     for name in names:
         layer = put_adapter(model, name, shape, dtype)
         if cfg.init == "pissa":

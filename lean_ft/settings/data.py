@@ -37,7 +37,7 @@ FormatName = Annotated[
         "steps",
         "query_positive",
         "sentence1_sentence2_score",
-        "query_passages_labels",
+        "passages",
     ]
     | OwnFunction,
     AfterValidator(check_function),

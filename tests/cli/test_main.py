@@ -66,6 +66,7 @@ def test_help_of_a_recipe_lists_its_settings(leanft, shipped):
                     "classify",
                     "distill",
                     "dpo",
+                    "embed",
                     "full",
                     "grpo",
                     "images",
@@ -73,7 +74,9 @@ def test_help_of_a_recipe_lists_its_settings(leanft, shipped):
                     "lora",
                     "online_dpo",
                     "ppo",
+                    "rerank",
                     "reward",
+                    "tag",
                     "tools",
                 ]
             ],

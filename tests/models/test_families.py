@@ -390,7 +390,7 @@ def test_settings_of_single_layers(number):
             "per_layer_config: 2 has sliding_window; expected only head_dim",
         ),
         ({"model_type": None}, "model_type is None"),
-        ({"architectures": ["LlamaForTokenClassification"]}, "architectures .* a language model"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "architectures .* a language model"),
         ({"architectures": "LlamaModel"}, "architectures is 'LlamaModel'"),
         ({"hidden_act": "relu2"}, "hidden_act is 'relu2'; expected one of gelu, gelu_pytorch_tanh, silu, swish"),
         ({"hidden_activation": "gelu"}, "hidden_act is 'silu' and hidden_activation is 'gelu'. Remove"),

@@ -28,7 +28,7 @@ from tests.recipes.conftest import config_of, run_recipe
 NOT_THE_VIEW = """
 source format columns subset split streaming on_bad_row max_bad_rows validation_source validation_fraction
 shuffle max_length overflow truncation_side packing batch_tokens num_processes cache_dir cache_gib train_on
-max_prompt_length max_completion_length shared_prompt tools labels multi_label path family dtype random_init images router_aux_loss_coef
+max_prompt_length max_completion_length shared_prompt tools labels labels_per multi_label path family dtype random_init images router_aux_loss_coef
 """  # noqa: E501
 TEMPLATE = """{%- if style is defined %}[{{ style }}]{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}\
