@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lean_ft.hub.paths import checkpoint_hint
 from lean_ft.models.config_json import REWARD_LABELS, VECTORS, Labels, label_fields
+from lean_ft.models.dense import makes_vectors
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header
 from lean_ft.models.source import is_of_tower, name_in_language_model
 from lean_ft.models.vision.config import SPELLINGS
@@ -155,11 +156,11 @@ def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any
 
 def labels_of(folder: str | Path) -> Labels | None:
     """The fields of config.json about the labels of an adapter with a score layer, `VECTORS` for an adapter of a model
-    that gives vectors, and None for other adapters. PEFT's
-    files do not have them, so a classifier that PEFT saved has transformers' default names."""
+    that gives vectors, and None for other adapters. PEFT's files do not have them, so a classifier that PEFT saved has
+    transformers' default names."""
     if labels := read_json(Path(folder) / LABELS_FILE):
         return labels
-    if read_json(Path(folder) / CONFIG_FILE).get("task_type") == OF_VECTORS:
+    if read_json(Path(folder) / CONFIG_FILE).get("task_type") == OF_VECTORS or makes_vectors(Path(folder)):
         return VECTORS
     tensors = read_adapter(Path(folder)).tensors
     score, per_token = tensors.get(f"{SCORE}.weight"), f"{SCORE}.bias" in tensors
