@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -339,7 +338,9 @@ class Classification(Objective):
         return [] if "label" in fields else ["data.multi_label=true"]
 
     def of(self, config: ClassificationDataConfig) -> Objective:
-        return self if config.labels_per == "text" else import_module("lean_ft.data.token_labels").OBJECTIVE
+        from lean_ft.data import token_labels  # which imports this module
+
+        return self if config.labels_per == "text" else token_labels.OBJECTIVE
 
     def label_values(self, columns: Columns) -> np.ndarray:
         """(N, 1) index of each text's label, or (N, C) 1 for each label of a text."""
