@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 from lean_ft.models import DecoderConfig, load_model  # noqa: E402
 from lean_ft.models.config import FamilyParts, MixtureConfig  # noqa: E402
 from lean_ft.models.config_json import _DEFAULTS, as_its_family  # noqa: E402
-from lean_ft.models.families import FAMILIES, MULTIMODAL, REFUSED, Family  # noqa: E402
+from lean_ft.models.families import ENCODERS, FAMILIES, MULTIMODAL, REFUSED, Family  # noqa: E402
 from lean_ft.models.families.family import count, flag, no_rope, number  # noqa: E402
 from lean_ft.system.config_fields import ConfigFields  # noqa: E402
 from lean_ft.system.spelling import did_you_mean  # noqa: E402
@@ -190,7 +190,7 @@ class Search:
 def edits(own: Mapping[str, Any]) -> list[Edit]:
     """Each value that a fact has in any row or may have, and readers of this configuration's fields."""
     found: list[Edit] = []
-    for row in FAMILIES.values():
+    for row in (row for name, row in FAMILIES.items() if name not in ENCODERS):
         for part in ("facts", "mixture"):
             for name, value in getattr(row, part).items():
                 found += [Edit(part, name, value), Edit(part, name, ABSENT)]
@@ -437,7 +437,8 @@ def reason_against(model_type: str, again: bool) -> str:
 def found_row(search: Search) -> tuple[str, Family, list[str]]:
     """The name of the row that the search starts from, the row made from it, and the kinds of layers whose order it
     lacks."""
-    rows = {name: readable(row, search) for name, row in FAMILIES.items() if name != search.model_type}
+    others = [name for name in FAMILIES if name != search.model_type and name not in ENCODERS]  # which give no text
+    rows = {name: readable(FAMILIES[name], search) for name in others}
     nearest = sorted(rows, key=lambda name: search.distance(rows[name]))
     for name in nearest[:STARTS]:
         search.say(f"{name}: {search.difference(rows[name])[:150]}")
