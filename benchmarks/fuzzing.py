@@ -1029,7 +1029,7 @@ def _embeddings(folder: Path) -> dict[str, Target]:
 
     def read(kind: str) -> None:
         made = VectorsOf.read(folder / kind) or ScoresOf.read(folder / kind)
-        if made is not None:  # what is read is written again
+        if made is not None:  # writing it must work too
             as_json(made.files(8) if isinstance(made, VectorsOf) else made.files())
 
     def ask(request: type[EmbeddingRequest | RerankRequest], body: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -319,13 +320,17 @@ class Embedding(Objective):
     marks = (*(names for names in PAIRS), *SCORED)
 
     def words_to_try(self, config: EmbeddingDataConfig, run: Path) -> list[str]:
-        """A search of the passages of the held-out rows, or else of the training rows, for the first query."""
+        """A search of the passages of the held-out rows, or else of the training rows, for the query of a row."""
         sources = RowSources.of(config, config.validation_source)
-        [row] = sources.first_rows(1)[:1]
-        format = formats_of(sources, [row], self.reader.known)[row.source]
-        query, passage = (format.columns.get(name, name) for name in format.fields.required[:2])
-        file = sources.sources[row.source].path
-        return ["embed", str(run), str(file), "--field", passage, "--search", str(row.fields[query])]
+        file, passage, query = sources.sources[0].path, "FIELD", "QUESTION"
+        # The run has ended well, whatever became of its rows meanwhile.
+        with suppress(ValueError, OSError, StopIteration):
+            rows = [row for row in sources.first_rows(NUM_ROWS_TO_DETECT) if row.source == 0]
+            format = formats_of(sources, rows, self.reader.known)[0]
+            fields = [format.columns.get(name, name) for name in format.fields.required[:2]]
+            row = next(row for row in rows if row.problem is None and row.fields.keys() >= {*fields})
+            query, passage = str(row.fields[fields[0]]), fields[1]
+        return ["embed", str(run), str(file), "--field", passage, "--search", query]
 
     def completed(self, config: EmbeddingDataConfig) -> EmbeddingDataConfig:
         return with_negatives(config)

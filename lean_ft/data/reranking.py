@@ -2,7 +2,7 @@
 with a list of `passages` and their `labels`.
 
 A document is `data.template` with the query and the passage in it, and nothing else. A document that is too long loses
-the end of its passage, and keeps what follows it, so that the last token is always the one that is scored.
+the end of its passage. The text after the passage stays, since the score is read at its last token.
 """
 
 from __future__ import annotations

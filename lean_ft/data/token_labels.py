@@ -194,7 +194,7 @@ def spans_of(words: Sequence[Span], labels: Sequence[str | None]) -> list[dict[s
 
 
 def first_tokens(starts: np.ndarray, ends: np.ndarray, words: Sequence[Span]) -> np.ndarray:
-    """Return the first token of each word, (U,), or -1 for a word without a token of its own.
+    """Return the first token of each word, (U,), or -1 for a word that has no token.
 
     starts, ends: (T,) characters that each token covers; words: places of words, in order. A token that covers nothing
     belongs to the next character (`Encoding`). A token that covers two words is the first word's.
@@ -354,7 +354,7 @@ class TokenLabelReader(RowReader):
             return []
         report.count_lost(len(document) - len(kept))
         num_lost = int(document.per_document[_GIVEN][0] - kept.trained.sum())
-        report.note("labels without a token, because a word has none of its own or the row is cut", num_lost)
+        report.note("labels lost, because their word has no token or the row is cut", num_lost)
         if not kept.trained.any():
             report.drop("no label within max_length")
             return []

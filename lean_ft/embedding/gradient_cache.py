@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lean_ft.system.passes import first_pass
 from lean_ft.system.shards import ALONE, Ranks
-from lean_ft.system.world import world
+from lean_ft.system.world import in_chunks
 
 
 class RowBatch(Protocol):
@@ -72,11 +72,10 @@ class StepVectors(Generic[BatchT]):
         places = (min(place, len(micro_batches)) for place in ranks.places(len(micro_batches)))
         self._rows = [slice(ends[place], ends[place + 1]) for place in places]
         own = [batch for batch, _ in ranks.share(micro_batches)]
-        self._random_states = [_random_state(device) for _ in own]
+        self._random_states = [_random_state(device)] * len(own)
         whole: Tensor | None = None
-        # A plan runs one of the micro-batches that keep nothing.
-        self._repeat = world().repeat
-        for i in chain(self._repeat(range(len(own) - 1, 0, -1), 1), [0]):
+        # From the last to the first, whose graph is kept. A plan runs one of those that keep nothing.
+        for i in chain((len(own) - one.stop for one in in_chunks(len(own) - 1, 1)), [0]):
             self._random_states[i] = _random_state(device)
             with first_pass(compiled=compiled) if i else nullcontext():
                 vectors = embed(own[i].to(device))
@@ -112,9 +111,8 @@ class StepVectors(Generic[BatchT]):
         """This rank's micro-batches with their numbers, and whether each is the last. A plan runs the first, the second
         and the last."""
         parts = enumerate(self._ranks.share(self._micro_batches))
-        number = len(self._random_states)
         yield from islice(parts, 1)
-        for _ in self._repeat(range(1, number - 1), 1):
+        for _ in in_chunks(len(self._rows) - 2, 1):
             yield next(parts)
         yield from deque(parts, 1)
 

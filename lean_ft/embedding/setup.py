@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -19,7 +18,6 @@ from lean_ft.settings import RecipeConfig
 from lean_ft.settings.embedding import PoolingConfig
 from lean_ft.settings.embedding_losses import EmbeddingLossConfig, RerankingLossConfig
 from lean_ft.system.foreign_values import JSON
-from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 
 DataT = TypeVar("DataT", bound=EmbeddingDataConfig)
@@ -28,7 +26,7 @@ DataT = TypeVar("DataT", bound=EmbeddingDataConfig)
 def completed_data(data: DataT, tokenizer: Tokenizer) -> DataT:
     """Return the settings with the number of negatives of the rows, and the prompts of the model's folder if none are
     given."""
-    stored = _vectors_of(tokenizer.folder)
+    stored = VectorsOf.read(tokenizer.folder) or VectorsOf()
     prompts = {"query_prompt": stored.query_prompt, "passage_prompt": stored.passage_prompt}
     found = {name: prompt for name, prompt in prompts.items() if getattr(data, name) is None}
     return with_negatives(data).model_copy(update=found)
@@ -48,11 +46,8 @@ def embedding_folder(model: Decoder, cfg: PoolingConfig, data: EmbeddingDataConf
     with a router loss, which these recipes do not add.
     """
     _check_router_loss(model)
-    stored = _vectors_of(tokenizer.folder)
-    pooling = cfg.pooling
-    if pooling == "auto":
-        is_new = VectorsOf.read(tokenizer.folder) is None if tokenizer.folder else True
-        pooling = stored.pooling if not is_new else "mean" if model.config.bidirectional else "last"
+    stored = VectorsOf.read(tokenizer.folder) or VectorsOf("mean" if model.config.bidirectional else "last")
+    pooling = stored.pooling if cfg.pooling == "auto" else cfg.pooling
     if pooling == "cls" and not model.config.bidirectional:
         raise ValueError(
             "vectors.pooling=cls reads the first token, which sees no other token in a causal model, so all texts "
@@ -108,17 +103,18 @@ def keep_scores(model: Decoder, data: RerankingDataConfig, yes_no: tuple[int, in
 
 
 def ids_of_words(words: tuple[str, str] | None, tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Return the ids of the words `loss.yes_no`. Raises ValueError for a word of several tokens, but not in a plan,
-    whose tokenizer may be another."""
+    """Return the ids of the words `loss.yes_no`. Raises ValueError for a word of several tokens."""
     if words is None:
         return None
-    ids = world().read(lambda: [tokenizer.encode(word) for word in words], lambda: [[0], [1]])
-    if word := next((word for word, found in zip(words, ids, strict=True) if len(found) != 1), None):
+    ids = [tokenizer.id_of_word(word) for word in words]
+    if word := next((word for word, found in zip(words, ids, strict=True) if found is None), None):
         raise ValueError(
             f"loss.yes_no: {word!r} is {len(tokenizer.encode(word))} tokens of this model; "
             "expected words of one token each, as they follow the template, such as [yes, no]."
         )
-    return ids[0][0], ids[1][0]
+    yes, no = ids
+    assert yes is not None and no is not None
+    return yes, no
 
 
 def _check_router_loss(model: Decoder) -> None:
@@ -127,10 +123,6 @@ def _check_router_loss(model: Decoder) -> None:
             f"model.router_aux_loss_coef is {coefficient:g}, in the settings or as router_aux_loss_coef in the model's "
             "config.json, and this recipe adds no router loss. Set model.router_aux_loss_coef=0."
         )
-
-
-def _vectors_of(folder: Path | None) -> VectorsOf:
-    return (VectorsOf.read(folder) if folder is not None else None) or VectorsOf()
 
 
 def _keep(model: Decoder, files: Mapping[str, JSON]) -> None:

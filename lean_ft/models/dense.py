@@ -1,4 +1,4 @@
-"""Linear layers after pooling, as in EmbeddingGemma: a folder of sentence-transformers has each in a folder of its own.
+"""Linear layers after pooling, as in EmbeddingGemma. A folder of sentence-transformers has a subfolder for each.
 
 `modules.json` lists the steps from texts to vectors. The transformer, the pooling and the scaling to length 1 have no
 weights besides the model's; each `Dense` has its config.json and model.safetensors. Other modules are refused.

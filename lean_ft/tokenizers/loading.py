@@ -1,7 +1,7 @@
 """Build a `Tokenizer` from a model folder: the tokenizer file, special tokens, chat templates and context length."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,10 @@ def load_tokenizer(path: str | Path | ModelConfig, chat_template: Path | None = 
             path = _add_new_tokens(resolve_model_path(path.path, weights=False), path.new_tokens)
         else:
             path = path.path
-    planned = {"media": lambda: read_media(planned_model_path(path)) if has_tower else ()}
+    planned: dict[str, Callable[[], object]] = {
+        "media": lambda: read_media(planned_model_path(path)) if has_tower else (),
+        "id_of_word": lambda: lambda word: 0,  # the tokenizer of a plan may be another model's
+    }
 
     def load_for_a_plan() -> Tokenizer:
         """A preset's folder has no tokenizer. A plan reads no text, so that of an embedded model has all it needs."""

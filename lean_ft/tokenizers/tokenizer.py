@@ -149,6 +149,11 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
+    def id_of_word(self, word: str) -> int | None:
+        """Return the id of a word of one token, without bos and eos; None for a word of several. A plan gives 0."""
+        ids = self.encode(word)
+        return ids[0] if len(ids) == 1 else None
+
     @cached_property
     def around(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids, int32, that the model expects before and after every text: those of the post-processor in

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lean_ft.data import prepare_batches
-from lean_ft.data.embedding import EmbeddingBatch, EmbeddingDataConfig, with_negatives
+from lean_ft.data.embedding import OBJECTIVE, EmbeddingBatch, EmbeddingDataConfig, with_negatives
 from lean_ft.data.reranking import RerankingDataConfig
 from lean_ft.tokenizers import load_tokenizer
 
@@ -164,3 +164,12 @@ def test_a_query_that_fills_the_template_drops_the_row(file):
     batches, _ = prepare_batches(config, load_tokenizer(TINY_MODEL), batch_size=8, seed=0)
     assert batches.report.dropped == {"the template and the query leave no room in max_length for the passage": 1}
     assert torch.equal(batches.take(1)[0].built.scores, torch.ones(1, 1))
+
+
+def test_the_command_of_a_search_survives_its_rows(file):
+    source = file([{"query": 3}, {"query": "Who?", "positive": "b"}])
+    config = EmbeddingDataConfig(source=str(source), on_bad_row="skip")
+    words = ["embed", "runs/a", str(source), "--field"]
+    assert OBJECTIVE.words_to_try(config, Path("runs/a")) == [*words, "positive", "--search", "Who?"]
+    source.unlink()
+    assert OBJECTIVE.words_to_try(config, Path("runs/a")) == [*words, "FIELD", "--search", "QUESTION"]

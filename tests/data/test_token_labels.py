@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from lean_ft.data import Batches, EvalBatches, prepare_batches
 from lean_ft.data.classification import label_weights, with_labels
+from lean_ft.data.keys import settings_of_batches
 from lean_ft.data.token_labels import LABEL, first_tokens, spans_of
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.settings import ClassificationDataConfig
@@ -139,7 +140,7 @@ def test_labels_follow_their_tokens_into_batches_and_are_cut_with_them(packing: 
 
     _, cut = prepared(tmp_path, *rows, packing="none", max_length=8)
     lost = len(expected) - sum(map(len, labels_of(cut, names)))
-    assert lost > 0 and f"{lost} labels without a token" in str(cut.report)
+    assert lost > 0 and f"{lost} labels lost, because" in str(cut.report)
 
 
 @pytest.mark.parametrize(
@@ -188,3 +189,9 @@ def test_other_bad_rows_and_settings(tmp_path: Path) -> None:
         config_of(tmp_path, multi_label=True)
     _, batches = prepared(tmp_path, steps | {"labels": [1, 0]}, steps | {"labels": [1]}, on_bad_row="skip")
     assert batches.report.bad_rows == 1
+
+
+def test_a_run_from_before_labels_per_token_is_the_same_run():
+    config = ClassificationDataConfig(source="rows.jsonl")
+    assert "labels_per" not in settings_of_batches(config)
+    assert settings_of_batches(config.model_copy(update={"labels_per": "token"}))["labels_per"] == "token"

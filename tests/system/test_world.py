@@ -8,7 +8,7 @@ import pytest
 import lean_ft
 from lean_ft.system.world import World, in_chunks, inside, world
 
-MOST_PLACES = 18
+MOST_PLACES = 16
 
 
 @pytest.mark.parametrize(("total", "size"), [(0, 4), (4, 4), (9, 4), (3, 4)])

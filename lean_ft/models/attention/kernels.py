@@ -76,8 +76,8 @@ def choose_kernel(
     """The kernel of attention on a card, and the reason where it is not PyTorch's.
 
     Args:
-        is_plain: without a soft cap, and without queries that see later tokens unless all of them see as far ahead as
-            behind, which is a window of the kernel, but not of the one that joins sinks.
+        is_plain: PyTorch's kernel can compute the scores: there is no soft cap, and queries see no later tokens, or all
+            of them see as far ahead as behind. With sinks, no query may see later tokens.
         compiles: Triton and a C compiler are installed; default: look on this machine.
     """
     compiles = HAS_TRITON if compiles is None else compiles
