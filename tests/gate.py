@@ -51,6 +51,9 @@ RECIPES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "online_dpo": ("online_dpo", "tiny/online_dpo", (*ONLINE, "batch_size=2")),
     "ppo": ("ppo", "tiny/ppo", ONLINE),
     "tools": ("grpo", "tiny/tools", ONLINE),
+    "embed": ("embed", "tiny/embed", (*OFFLINE, "batch_size=4")),
+    "rerank": ("rerank", "tiny/rerank", (*OFFLINE, "batch_size=4")),
+    "tag": ("classify", "tiny/tag", (*OFFLINE, "batch_size=4")),
 }
 FAMILIES = ("llama", "qwen3_next", "gemma4_text", "gemma3n_text", "gpt_oss")
 FAMILIES += ("deepseek_v2", "lfm2_moe", "nemotron_h", "falcon_h1", "granitemoehybrid")
