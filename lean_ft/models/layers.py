@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lean_ft.models.config import DecoderConfig, LayerConfig
 from lean_ft.models.projections import project_pair
 from lean_ft.system.autograd import AutogradContext
-from lean_ft.system.costs import register_cost
+from lean_ft.system.costs import Cost, register_cost
 from lean_ft.system.triton_compiler import HAS_TRITON
 from lean_ft.system.world import as_kernel, device_type
 from lean_ft.torch_private import constant_for_compiler, graph_is_kept
@@ -385,7 +385,7 @@ def overwrite_halves(grad: Tensor, gate_up: Tensor, activation: str) -> None:
     _compiled_overwrite(activation, in_order=True)(grad.flatten(0, -2), gate, up)
 
 
-register_cost(torch.ops.lean_ft.overwrite_halves)
+register_cost(torch.ops.lean_ft.overwrite_halves, Cost(is_compiled=True))
 
 
 @torch.library.custom_op("lean_ft::overwrite_factors", mutates_args=("gate", "up"))
@@ -398,7 +398,7 @@ def overwrite_factors(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -
     _compiled_overwrite(activation)(*(tensor.flatten(0, -2) for tensor in (grad, gate, up)))
 
 
-register_cost(torch.ops.lean_ft.overwrite_factors)
+register_cost(torch.ops.lean_ft.overwrite_factors, Cost(is_compiled=True))
 
 
 @cache

@@ -63,8 +63,9 @@ def fusing_backend(trace: Trace) -> Callable:
         nonlocal has_garbage
         has_garbage = True
         # AOTAutograd copies a tensor before an operation writes to it; Inductor does not if nothing reads it later.
-        reinplace_operations(graph.graph)
-        decompose_auto_functionalized(graph.graph)
+        with trace.uncounted():  # this calls the operations once
+            reinplace_operations(graph.graph)
+            decompose_auto_functionalized(graph.graph)
         kernels = _Kernels(graph, trace, set(donated_inputs() or ()) if is_backward else set())
 
         def call(arguments: list[Any]) -> Any:
@@ -107,6 +108,7 @@ class _Kernels:
         inputs = [node for node in self._nodes if node.op == "placeholder"]
         own = self._stored - returned | {inputs[i] for i in donated}
         self._written_over = {} if trace.device.is_cpu else _written_over(self._dead_after, self._reads, own, together)
+        self._tuned = {} if trace.device.is_cpu else _tuned(self._kernel, self._written_over, self._writes)
         self._is_tuned = False
         self._known: dict[tuple[object, ...], _Known] = {}  # by the shapes of the inputs
 
@@ -151,8 +153,8 @@ class _Kernels:
                     if node in self._written_over:
                         trace.memory.overwrite(values[self._written_over[node]], values[node])
                     trace.memory.note(values[node])
-                    if not self._is_tuned and not _is_opaque(node):
-                        trace.memory.tune()
+                    if not self._is_tuned and node in self._tuned:
+                        trace.memory.tune(self._tuned[node])
                     if is_exchange:
                         trace.exchange(cast(OpOverload, node.target), args)
                     else:
@@ -160,6 +162,8 @@ class _Kernels:
                             known.costs[node] = self._cost(node, args, kwargs, values)
                         trace.pay(known.costs[node])
                 elif node in self._writes:
+                    if not self._is_tuned and node in self._tuned:
+                        trace.memory.tune(self._tuned[node])
                     if is_new:
                         kernel = Kernel(0.0, 2 * num_bytes(values[node]), number=self._writes[node])
                         known.costs[node] = Charge({"fused copy_": trace.time.launches(kernel)}, _module(node))
@@ -273,8 +277,7 @@ def _writes(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, int]:
     also with one value of each short row, such as the scale of a block."""
     writes: dict[fx.Node, int] = {}
     for node in nodes:
-        is_write = node.op == "call_function" and getattr(node.target, "__name__", "").startswith("copy_.")
-        if is_write and node not in stored and node.args[1] not in stored:
+        if _is_write(node) and node not in stored and node.args[1] not in stored:
             writes[node] = 0
     sizes = {node: node.meta["val"].numel() for node in writes}
     launched: list[int] = []
@@ -283,6 +286,45 @@ def _writes(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, int]:
             writes[node] = 1
             launched.append(size)
     return writes
+
+
+def _tuned(
+    kernel: Mapping[fx.Node, fx.Node], written_over: Collection[fx.Node], writes: Mapping[fx.Node, int]
+) -> dict[fx.Node, list[int]]:
+    """For the last node of each kernel that Inductor tunes, the sizes of what it copies to do so, in bytes: a value that
+    is overwritten in place once, and one of the graph's inputs twice, since it is an argument for reading and one for
+    writing. Kernels that reduce have one version, so they are not tuned."""
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node, last in kernel.items():
+        members.setdefault(last, []).append(node)
+    tuned = {}
+    for last, nodes in members.items():
+        if not _is_opaque(last) and not any(_reduces(node, kernel) for node in nodes):
+            times = {node: (node in written_over) + 2 * any(map(_is_write, _readers(node))) for node in nodes}
+            tuned[last] = [_size(node) for node in nodes for _ in range(times[node])]
+    for node, launches in writes.items():
+        if launches and not _reduces(node, ()):
+            length = node.meta["val"].numel()
+            tuned[node] = [_size(other) for other in writes if other.meta["val"].numel() == length for _ in range(2)]
+    return tuned
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return int(value.numel() * value.element_size()) if isinstance(value, Tensor) else 0
+
+
+def _is_write(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith("copy_.")
+
+
+def _reduces(node: fx.Node, stored: Collection[fx.Node]) -> bool:
+    """Whether a kernel for `node` reduces: `node` itself, or what it reads that is neither `stored` nor opaque."""
+    if _is_opaque(node) or node.op != "call_function":
+        return False
+    if isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags:
+        return True
+    return any(_reduces(source, stored) for source in node.all_input_nodes if source not in stored)
 
 
 def _read_first(

@@ -33,6 +33,7 @@ from lean_ft.plan.result import Peak
 from lean_ft.system.shards import local
 from lean_ft.torch_private import OpOverload, storage_key, tree_iter
 
+_TUNED_VERSIONS = 2  # of a pointwise kernel, by Inductor
 FREED = "freed, not given back"  # the label of free memory on a CPU's heap
 
 
@@ -64,7 +65,7 @@ class Memory:
         self.peak = Peak()
         self.pinned_bytes = 0  # the most pinned host memory at one time
         self._pinned: dict[int, int] = {}  # pinned bytes by address, which are not device memory
-        self._peak_bytes = 0
+        self._peak_bytes = self._tuning_peak_bytes = 0
         self._heap_bytes = self._heap_top = 0  # CPU: used heap memory, and the top of the heap
         self.stream = "computing"
         self._allocators: defaultdict[str, CachingAllocator] = defaultdict(CachingAllocator)  # GPU: by stream
@@ -181,12 +182,24 @@ class Memory:
         left, right = args[first : first + 2]
         return block_bytes(left, right if left.ndim == right.ndim else right[0])  # grouped: one group's matrix
 
-    def tune(self) -> None:
-        """Reserve the memory that the compiler uses on a GPU to clear the L2 cache while it tunes kernels at their
-        first call. It is not part of `peak`, which is that of a later step."""
-        if not self.device.is_cpu:
-            allocator = self._allocators[self.stream]
-            allocator.free(allocator.allocate(self.device.l2_cache_bytes))
+    def tune(self, copied: Sequence[int] = ()) -> None:
+        """Reserve the memory that the compiler uses on a GPU while it tunes a kernel at its first call: a buffer that
+        clears the L2 cache, and copies of the tensors that the kernel writes over (`copied`, in bytes). It copies a
+        tensor to the host instead if the copy would raise the peak so far; each version of the kernel that it tries
+        raises that peak by the buffer. This memory is not part of `peak`, which is that of a later step."""
+        if self.device.is_cpu:
+            return
+        allocator = self._allocators[self.stream]
+        for _ in range(_TUNED_VERSIONS):
+            budget = max(self._peak_bytes, self._tuning_peak_bytes) - self.live_bytes
+            sizes = [self.device.l2_cache_bytes]
+            for num_bytes in copied:
+                if num_bytes <= budget:
+                    budget -= num_bytes
+                    sizes.append(num_bytes)
+            self._tuning_peak_bytes = max(self._tuning_peak_bytes, self.live_bytes + sum(sizes))
+            for block in [allocator.allocate(num_bytes) for num_bytes in sizes]:
+                allocator.free(block)
 
     @property
     def reserved_bytes(self) -> int:

@@ -22,7 +22,7 @@ from lean_ft.plan.memory import Memory, num_bytes
 from lean_ft.plan.result import Launches
 from lean_ft.plan.time import Spent, Time
 from lean_ft.plan.traffic import sent_by
-from lean_ft.system.costs import Launched, SlowPath
+from lean_ft.system.costs import Launched, SlowPath, cost_of
 from lean_ft.torch_private import FakeTensor, OpOverload, TorchDispatchMode, read_scalar, tree_iter
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class Trace(TorchDispatchMode):
         self.timeline: list[tuple[float, dict[str, int]]] = []  # (seconds, bytes alive by label)
         self.slow_paths: dict[str, None] = {}  # why operations run without a kernel, and what would mend it
         self._known: dict[tuple[object, ...], Charge] = {}  # of those operations
+        self._tuned: set[OpOverload] = set()
         self._counting, self._decomposes = True, False
 
     @classmethod
@@ -108,8 +109,18 @@ class Trace(TorchDispatchMode):
             found = Launched(temporary=self.memory.inside(func, args))
         else:  # each temporary tensor is written and read
             found = found._replace(repeated_bytes=found.repeated_bytes + 2 * sum(found.temporary))
+        self._tune(func, args, kwargs)
         name, kernel = self.time.kernel(func, args, kwargs, result, found)
         return Charge({} if kernel is None else {name: self.time.launches(kernel)}, module, found.temporary)
+
+    def _tune(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Reserve the memory of the first call of an operator that compiles its kernel. Inductor names what the kernel
+        writes over as an input and as an output, and copies it for both."""
+        cost = cost_of(func.overloadpacket)
+        if cost is not None and cost.is_compiled and func not in self._tuned:
+            self._tuned.add(func)
+            written = [t for t in tree_iter(_written(func, args, kwargs)) if isinstance(t, Tensor)]
+            self.memory.tune([num_bytes(tensor) for tensor in written for _ in ("input", "output")])
 
     def _cost_of_parts(self, run: Callable[[], object], args: Sequence[Any], result: object) -> Charge:
         """The launches of the operations that `run` calls, and the most memory that they take beside arguments and

@@ -50,6 +50,7 @@ class Cost:
         is_attention: whether its arithmetic is as fast as attention's, rather than as a matrix product's.
         first_factor: index of the first factor of a matrix product, whose second factor follows; None: no product that
             a CPU computes in blocks of float32.
+        is_compiled: whether the operator compiles its kernel, which is tuned at its first call.
     """
 
     on_gpu: Callable[..., Launched | SlowPath] = _one_launch
@@ -57,6 +58,7 @@ class Cost:
     gpu_arithmetic: Callable[..., Arithmetic] | None = None
     is_attention: bool = False
     first_factor: int | None = None
+    is_compiled: bool = False
 
 
 _COSTS: dict["OpOverloadPacket", Cost] = {}

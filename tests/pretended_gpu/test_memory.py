@@ -23,11 +23,11 @@ LEAN = [
 ADAPTER = ["lora_finetune_single_device", "memory.activation_checkpointing=full", "memory.loss_chunk_tokens=512"]
 
 
-def steps(*arguments: str) -> dict:
+def steps(*arguments: str, **environment: str) -> dict:
     """The answer of benchmarks/pretended_steps.py."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "pretended_steps.py"), *arguments],
-        env={**os.environ, "PRETENDED_GPU_TOUCH": "65536"},
+        env={**os.environ, "PRETENDED_GPU_TOUCH": "65536", **environment},
         capture_output=True,
         text=True,
     )
@@ -43,12 +43,11 @@ def test_the_planner_agrees_with_the_allocator(tmp_path: Path, arguments: list[s
     """Allocated and reserved memory within 2 %, small workspaces of updates, and few launches."""
     own = [f"model.path={write_model_folder('smollm2_360m', tmp_path / 'model')}", f"output_dir={tmp_path / 'run'}"]
     own += ["batch_size=1", "data.packing=bfd", "data.max_length=2048"]
-    real, planned = steps(*arguments, *own), steps(*arguments, *own, "--plan")
+    # As in a plan, no kernel has been tuned before: tuning takes memory.
+    real = steps(*arguments, *own, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"))
+    planned = steps(*arguments, *own, "--plan")
     assert planned["predicted_bytes"] == pytest.approx(real["allocated_bytes"], rel=0.02)
-    # Inductor's memory for tuning depends on which kernels it has tuned on this machine before. For an adapter of such
-    # a small model, it is up to 2 of the allocator's segments of 20 MiB more or less than planned.
-    segments = 0 if arguments in (LEAN, ADAPTER) else 2 * 20 * 2**20
-    assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02, abs=segments)
+    assert planned["predicted_reserved_bytes"] == pytest.approx(real["reserved_bytes"], rel=0.02)
     assert real["reserved_bytes"] >= real["allocated_bytes"]
     # The compiler joins more kernels of a layer with adapters than the planner does.
     assert 0.7 < real["launches"] / planned["predicted_launches"] < 1.25
