@@ -102,7 +102,7 @@ class _Kernels:
         together = {} if trace.device.is_cpu else _together(self._nodes, self._stored)
         self._dead_after = _dead_after(self._nodes, self._stored, together)
         self._reads = {node: _sources(node, self._stored) for node in self._stored}
-        self._kernel = {node: together.get(node, node) for node in self._nodes if node in self._stored}
+        self._kernel = {node: node for node in self._nodes if node in self._stored} | together
         self._read_first = _read_first(self._kernel, self._reads)
         self._writes = {} if trace.device.is_cpu else _writes(self._nodes, self._stored)
         inputs = [node for node in self._nodes if node.op == "placeholder"]
@@ -291,9 +291,9 @@ def _writes(nodes: list[fx.Node], stored: set[fx.Node]) -> dict[fx.Node, int]:
 def _tuned(
     kernel: Mapping[fx.Node, fx.Node], written_over: Collection[fx.Node], writes: Mapping[fx.Node, int]
 ) -> dict[fx.Node, list[int]]:
-    """For the last node of each kernel that Inductor tunes, the sizes of what it copies to do so, in bytes: a value that
-    is overwritten in place once, and one of the graph's inputs twice, since it is an argument for reading and one for
-    writing. Kernels that reduce have one version, so they are not tuned."""
+    """For the last node of each kernel that Inductor tunes, the sizes of what it copies to do so, in bytes: values
+    written in place, and inputs of the graph twice, since each is an argument for reading and one for writing. Kernels
+    that reduce have one version, so they are not tuned."""
     members: dict[fx.Node, list[fx.Node]] = {}
     for node, last in kernel.items():
         members.setdefault(last, []).append(node)

@@ -346,6 +346,19 @@ def test_what_the_compiler_tunes_with_is_reserved_and_no_part_of_the_peak():
     traced(work)
 
 
+@pytest.mark.parametrize(("copied", "pages"), [([10], 3), ([35], 4), ([20, 20], 4), ([41], 2)])
+def test_tensors_that_a_tuned_kernel_overwrites_are_copied_within_the_peak_so_far(copied, pages):
+    """Of the kernel's two versions, the first has room for copies of 30 MiB, the peak so far; the second for 40 MiB
+    more than the first copied, since 40 MiB cleared the cache."""
+
+    def work(trace):
+        kibibytes(30 * KIB)  # freed again
+        trace.memory.tune([mebibytes * 2**20 for mebibytes in copied])
+        assert trace.memory.reserved_bytes == pages * 20 * 2**20
+
+    traced(work)
+
+
 @pytest.mark.parametrize(("heads", "softcap", "expanded"), [(2, None, 0), (6, None, 2), (6, 30.0, None)])
 def test_flash_attentions_backward_makes_float32_sums_and_a_key_for_each_query_head(heads, softcap, expanded):
     """Two documents, each padded by up to 128 tokens, and heads of 40 features padded to 64. With a soft cap there is
