@@ -194,6 +194,11 @@ PRIVATE_NAMES = {
         "let the compiler keep an answer that it cannot trace",
         "compile=true fails in norms",
     ),
+    "num_compiled_graphs": PrivateName(
+        "torch._dynamo.utils:counters",
+        "notice that layers were compiled again",
+        "gradient caching with compile=true differs by roundings in the first steps",
+    ),
     "uncompiled": PrivateName(
         "torch.nn:Module._compiled_call_impl",
         "sample from layers compiled for training",
@@ -253,6 +258,11 @@ def constant_for_compiler(function: Function) -> Function:
     the compiler."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+def num_compiled_graphs() -> int:
+    """Return how many graphs the compiler has made in this process."""
+    return resolve_name(PRIVATE_NAMES["num_compiled_graphs"].path)["stats"]["unique_graphs"]
 
 
 @contextlib.contextmanager

@@ -186,6 +186,12 @@ def _fake_group() -> bool:
         dist.destroy_process_group()
 
 
+def _num_compiled_graphs() -> bool:
+    before = torch_private.num_compiled_graphs()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    return torch_private.num_compiled_graphs() == before + 1
+
+
 def _uncompiled() -> bool:
     layer = nn.Linear(2, 2)
     layer.compile(backend="eager")
@@ -263,6 +269,7 @@ USES = {
     "storage_key": _storage,
     **dict.fromkeys(["next_node_number", "backward_node_number"], _node_numbers),
     "constant_for_compiler": _constant_for_compiler,
+    "num_compiled_graphs": _num_compiled_graphs,
     "uncompiled": _uncompiled,
     **dict.fromkeys(["pack_linear", "packed_linear"], _packed_linear),
     **dict.fromkeys(["pack_int8_linear", "int8_linear"], _int8_linear),

@@ -7,7 +7,8 @@ micro-batch again, now with gradients, and continues backward from there.
 
 Both passes compute the same bits: they draw the same random numbers, and the model is in training mode in both. The
 first pass ends with the micro-batch that the second begins with, and keeps its graph. So G micro-batches take 2 G - 1
-forward passes, and a step of one micro-batch computes nothing twice.
+forward passes, and a step of one micro-batch computes nothing twice. If layers are compiled again during the first
+pass, for another length, the vectors from before come from other code, so they are computed again.
 
 Source: GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983. The kept graph is our own.
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from lean_ft.system.passes import first_pass
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.world import in_chunks
+from lean_ft.torch_private import num_compiled_graphs
 
 
 class RowBatch(Protocol):
@@ -74,6 +76,7 @@ class StepVectors(Generic[BatchT]):
         own = [batch for batch, _ in ranks.share(micro_batches)]
         self._random_states = [_random_state(device)] * len(own)
         whole: Tensor | None = None
+        num_graphs = list[int]()  # compiled so far, after each micro-batch
         # From the last to the first, whose graph is kept. A plan runs one of those that keep nothing.
         for i in chain((len(own) - one.stop for one in in_chunks(len(own) - 1, 1)), [0]):
             self._random_states[i] = _random_state(device)
@@ -81,11 +84,24 @@ class StepVectors(Generic[BatchT]):
                 vectors = embed(own[i].to(device))
             if whole is None:
                 whole = vectors.new_zeros(ends[-1], *vectors.shape[1:], requires_grad=False)
-            if ranks.rank % ranks.num_sharing == 0:  # the others have the same rows
-                whole[self._rows[i]] = vectors.detach()
+            whole[self._rows[i]] = vectors.detach()
+            num_graphs.append(num_compiled_graphs() if compiled else 0)
             self._kept = vectors
         assert whole is not None, "a step has at least one micro-batch"
+        if compiled and ranks.highest(num_graphs[-1] - num_graphs[0])[0]:
+            self._compute_again(own, whole)
+        if ranks.rank % ranks.num_sharing != 0:  # another rank has the same rows
+            whole.zero_()
         self.all = ranks.sum(whole).requires_grad_()
+
+    def _compute_again(self, own: Sequence[BatchT], whole: Tensor) -> None:
+        """Compute the vectors again that the first pass does not keep a graph for."""
+        after = _random_state(self._device)
+        for i in range(len(own) - 1, 0, -1):
+            _set_random_state(self._random_states[i], self._device)
+            with first_pass(compiled=True):
+                whole[self._rows[i]] = self._embed(own[i].to(self._device)).detach()
+        _set_random_state(after, self._device)
 
     def again(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield a scalar for each of this rank's micro-batches, and whether it is the last. Its gradient by the weights
