@@ -8,7 +8,7 @@ import torch
 
 from lean_ft.memory import host_memory
 from lean_ft.memory.host_pool import pool_host_memory, wants_host_pool
-from lean_ft.models.attention.document_attention import num_product_shapes
+from lean_ft.models.attention.documents import num_product_shapes
 from lean_ft.models.attention.kernels import use_attention
 from lean_ft.models.device import check_dtype, describe, resolve_device
 from lean_ft.parallel import check_number, refuse_cuts

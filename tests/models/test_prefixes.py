@@ -72,7 +72,7 @@ def test_it_is_attention_to_a_copy_of_the_prefix(attend, rules, monkeypatch):
     out = dense(*exact[:3], exact[3] if len(exact) == 4 else None, rules)
     expected = [out.detach(), *torch.autograd.grad(out, exact, grad)]
     for scores in (2**22, 6 * 129 * 7):  # in one block of queries, and in several
-        monkeypatch.setattr("lean_ft.models.attention.document_attention._BLOCK_SCORES", scores)
+        monkeypatch.setattr("lean_ft.models.attention.documents._BLOCK_SCORES", scores)
         monkeypatch.setattr(row_attention, "BLOCK_SCORES", 2 * scores)
         found = attend(leaves, torch.tensor(BOUNDS).int(), grad, rules)
         for ours, true in zip(found, expected, strict=True):

@@ -9,12 +9,8 @@ Three options change the softmax: a window (keys outside it are not multiplied),
 cap * tanh(score / cap)), and sinks (a learned logit per head that joins the softmax and has no value).
 
 A query may see later tokens of its document, as tokens of one image see each other. A document may continue a prefix, a
-stretch
-of an earlier document: its queries see the prefix's keys before its own. So a prompt is computed once for several
-completions, and the gradients of its keys add up.
-
-Blocks are padded with zeros to a few sizes, because a CPU's library compiles code for each new shape, which takes as
-long as a dozen products and a third of a megabyte.
+stretch of an earlier document: its queries see the prefix's keys before its own. So a prompt is computed once for
+several completions, and the gradients of its keys add up. Short documents are computed together.
 
 With AVX512-BF16 this takes less than half the time of PyTorch's flash kernel, which does not use those instructions, at
 the same accuracy; with AMX the flash kernel takes two thirds of the time. The op is opaque to torch.compile. On a GPU
@@ -24,19 +20,20 @@ boundaries.
 Source: blocks and recomputation: FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 
 Shapes: N tokens of all documents, T of one, H query heads, K key-value heads, G = H / K heads of a group, D features of
-a head, R = G * (queries of a block) rows, C keys that a block sees, P keys of a document including padding.
+a head, R = G * (queries of a block) rows, C keys that a block sees, P keys of a document including padding, B = K for
+one document and K * documents for several.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from lean_ft.models.attention.documents import Block, documents_at_once, put_rows, rows_of
 from lean_ft.models.attention.kernels import choose_kernel
 from lean_ft.models.attention.row_attention import RowArguments, Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
@@ -45,11 +42,6 @@ from lean_ft.system.costs import Arithmetic, Cost, Launched, SlowPath, register_
 from lean_ft.system.world import capability
 
 RowArgumentsAndLSE = tuple[*RowArguments, Tensor]
-_BLOCK_QUERIES = 64
-_SHORTEST_BLOCK = 16  # queries per block of shorter documents
-_KEY_SIZES = 32  # the most distinct numbers of keys among the blocks of a long document
-# Scores of one block over all heads, 16 MiB in float32; very long documents have smaller blocks.
-_BLOCK_SCORES = 2**22
 _NUM_PRODUCTS = (2, 5)  # of queries with keys, in the forward and the backward pass
 # Keys per query whose time flash attention spends in vain: on the diagonal's tiles, and to fill and drain the card. On
 # an H200, one document of 4,096 tokens reached 261 TFLOP/s in forward, and two of 2,048 reached 226.
@@ -123,16 +115,17 @@ def _document_attention(query: Tensor, key: Tensor, value: Tensor, *rows: *RowAr
     if query.is_cuda:
         return attend_rows(query, key, value, of_rows), lse
     out, dtype = torch.empty_like(query, memory_format=torch.contiguous_format), product_dtype(query)
-    for document, prefix in _documents(of_rows.cu_seqlens, len(query), of_rows.prefixes):
-        queries, outs = (_by_group(x[document], key) for x in (query, out))
-        num_before = prefix.stop - prefix.start
-        own_ends = _ends(of_rows, document, num_before)
-        blocks = _blocks(query.shape[1], queries.shape[2], of_rows.window, num_before, own_ends)
-        keys, values = (_filled(_seen(x, document, prefix), blocks) for x in (key, value))
-        softmax, values = _Softmax(queries, keys, of_rows, own_ends), values.to(dtype)
+    num_heads, num_groups = query.shape[1], key.shape[1]
+    for documents in documents_at_once(of_rows.cu_seqlens, len(query), of_rows.prefixes, *query.shape[1:]):
+        queries, outs = documents.queries(query, num_groups), documents.room(out, num_groups)
+        ends = documents.ends(of_rows, num_groups)
+        blocks = documents.blocks(num_heads, of_rows.window, ends)
+        keys, values = (documents.seen(x, blocks) for x in (key, value))
+        softmax, values = _Softmax(queries, keys, of_rows, ends), values.to(dtype)
         for block in blocks:
-            weights = softmax(block).weights.to(dtype)  # (K, R, C)
-            _put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
+            weights = softmax(block).weights.to(dtype)  # (B, R, C)
+            put_rows(torch.bmm(weights, values[:, block.keys]), outs, block)
+        documents.put(outs, out)
     return out, lse
 
 
@@ -184,39 +177,41 @@ def document_attention_backward(
     )
     dtype = product_dtype(query)
     grad_sinks = query.new_zeros(0 if sinks is None else len(sinks), dtype=wide)  # (H,)
-    for document, prefix in _documents(of_rows.cu_seqlens, len(query), of_rows.prefixes):
-        queries, outs, grads, grad_queries = (_by_group(x[document], key) for x in (query, out, grad_out, grad_query))
-        num_before, num_tokens = prefix.stop - prefix.start, queries.shape[2]
-        own_ends = _ends(of_rows, document, num_before)
-        blocks = _blocks(query.shape[1], num_tokens, of_rows.window, num_before, own_ends)
-        keys, values = (_filled(_seen(x, document, prefix), blocks).to(dtype) for x in (key, value))
-        softmax = _Softmax(queries, keys, of_rows, own_ends)
+    num_heads, num_groups = query.shape[1], key.shape[1]
+    for documents in documents_at_once(of_rows.cu_seqlens, len(query), of_rows.prefixes, *query.shape[1:]):
+        queries, outs, grads = (documents.queries(x, num_groups) for x in (query, out, grad_out))
+        grad_queries = documents.room(grad_query, num_groups)
+        ends = documents.ends(of_rows, num_groups)
+        blocks = documents.blocks(num_heads, of_rows.window, ends)
+        keys, values = (documents.seen(x, blocks).to(dtype) for x in (key, value))
+        softmax = _Softmax(queries, keys, of_rows, ends)
         # The softmax's gradient is weight * (grad of weight - delta), with one delta per query.
-        delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (K, G, T, 1)
-        # (K, D + 3, P). F.pad rather than cat keeps a token's features together, so that strides repeat too.
+        delta = (grads.to(wide) * outs.to(wide)).sum(-1, keepdim=True)  # (B, G, T, 1)
+        # (B, D + 3, P). F.pad rather than cat keeps a token's features together, so that strides repeat too.
         values_and_ones = F.pad(values.transpose(0, 1), (0, 3), value=1.0).permute(1, 2, 0)
-        grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (K, P, D)
+        grad_keys, grad_values = torch.zeros_like(softmax.keys.mT), torch.zeros_like(softmax.keys.mT)  # (B, P, D)
         for block in blocks:
             weights, slope, sink_weights = softmax(block)
-            weights = weights.to(dtype)  # (K, R, C)
-            grad_rows = _rows(grads, block).to(dtype)  # (K, R, D)
+            weights = weights.to(dtype)  # (B, R, C)
+            grad_rows = rows_of(grads, block).to(dtype)  # (B, R, D)
             grad_values[:, block.keys] += torch.bmm(weights.mT, grad_rows)
             # Delta is subtracted inside the product, where sums are float32, as three more features that add up to it
             # with 24 bits. Subtracting it afterwards would round the difference of two large numbers.
-            rows_delta = _rows(delta, block)  # (K, R, 1)
+            rows_delta = rows_of(delta, block)  # (B, R, 1)
             minus_delta = _in_three(-rows_delta, dtype)
             grad_scores = torch.bmm(torch.cat((grad_rows, minus_delta), -1), values_and_ones[:, :, block.keys])
             grad_scores *= weights
             if slope is not None:
                 grad_scores *= slope
-            _put_rows(torch.bmm(grad_scores, keys[:, block.keys]) * softmax.scale, grad_queries, block)
-            grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, _rows(queries, block).to(dtype))
+            put_rows(torch.bmm(grad_scores, keys[:, block.keys]) * softmax.scale, grad_queries, block)
+            grad_keys[:, block.keys] += torch.bmm(grad_scores.mT, rows_of(queries, block).to(dtype))
             if sink_weights is not None:  # a sink has no value, so delta is its whole gradient
-                grad_sinks -= (sink_weights * rows_delta).view(len(grad_sinks), -1).sum(-1)
-        for grad, of_seen in ((grad_key, grad_keys * softmax.scale), (grad_value, grad_values)):
-            before, within, _ = of_seen.transpose(0, 1).tensor_split((num_before, num_before + num_tokens))
-            grad[document] = within
-            grad[prefix] += before  # the prefix's document was processed before
+                num_queries = block.queries.stop - block.queries.start
+                of_heads = (sink_weights * rows_delta).view(-1, len(grad_sinks), num_queries)
+                grad_sinks -= of_heads.sum((0, 2))
+        documents.put(grad_queries, grad_query)
+        documents.put_seen(grad_keys * softmax.scale, grad_key)
+        documents.put_seen(grad_values, grad_value)
     return grad_query, grad_key, grad_value, grad_sinks if sinks is None else grad_sinks.to(sinks.dtype)
 
 
@@ -388,50 +383,40 @@ def _has_kernels(query: Tensor) -> bool:
     return choose_kernel(query.shape[-1], query.dtype, card, is_plain=False, compiles=compiles)[0] == "own"
 
 
-def num_product_shapes(longest: int) -> int:
-    """The number of shapes of 16-bit products, forward and backward, for documents of up to `longest` tokens."""
-    lengths = {min(2**n, longest) for n in range(_power_of_two(longest).bit_length())}
-    sizes = {size for n in lengths for step in [_key_step(n, n)] for size in range(step, n + step, step)}
-    return 3 * len(sizes)  # with C keys: (R, C) @ (C, D), (C, R) @ (R, D) and (R, D + 3) @ (D + 3, C)
-
-
-class _Block(NamedTuple):
-    queries: slice  # may exceed the document's end in the last block
-    keys: slice  # at least those that any of the queries sees
-    place: int  # the index of the first query's own key
-
-
 class _Softmax:
-    """The attention weights of one document's queries (K, G, T, D) to its keys (K, P, D), a block at a time."""
+    """The attention weights of queries (B, G, T, D) to the keys of their documents (B, P, D), a block at a time."""
 
     def __init__(self, queries: Tensor, keys: Tensor, of_rows: Rows, ends: Tensor | None) -> None:
-        self.ends = ends  # (T,), counted in the keys
+        self.ends = ends  # (1 or B, T), counted in the keys
         self.queries, self.dtype = queries, wide_dtype(queries)
-        self.keys = keys.to(self.dtype).transpose(1, 2)  # (K, D, P)
-        # (K, G, 1, 1)
-        self.sinks = None if of_rows.sinks is None else of_rows.sinks.to(self.dtype).view(*queries.shape[:2], 1, 1)
+        self.keys = keys.to(self.dtype).transpose(1, 2)  # (B, D, P)
+        num_stacked, heads_of_group = queries.shape[:2]
+        self.sinks = None  # (B, G, 1, 1)
+        if of_rows.sinks is not None:
+            sinks = of_rows.sinks.to(self.dtype).view(-1, heads_of_group, 1, 1)
+            self.sinks = sinks.repeat(num_stacked // len(sinks), 1, 1, 1)
         self.scale = queries.shape[-1] ** -0.5 if of_rows.scale is None else of_rows.scale
         self.window, self.softcap = of_rows.window, of_rows.softcap
 
     @torch.autocast("cuda", enabled=False)
-    def __call__(self, block: _Block) -> Weights:
+    def __call__(self, block: Block) -> Weights:
         num_queries = block.queries.stop - block.queries.start
-        rows = _rows(self.queries, block).to(self.dtype) * self.scale
-        scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (K, R, C)
+        rows = rows_of(self.queries, block).to(self.dtype) * self.scale
+        scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (B, R, C)
         slope = None
         if self.softcap is not None:
             tanh = scores.div_(self.softcap).tanh_()
             slope = 1 - tanh.square()
             scores = tanh.mul_(self.softcap)
-        by_query = scores.unflatten(1, (-1, num_queries))  # (K, G, queries of the block, C)
+        by_query = scores.unflatten(1, (-1, num_queries))  # (B, G, queries of the block, C)
         num_last = block.keys.stop - block.place  # other keys are in no query's future
         if self.ends is None:
             future = torch.full((num_queries, num_last), float("-inf"), device=scores.device).triu(1)
             by_query[..., -num_last:] += future
         else:
-            ends = self.ends[block.queries]
-            ends = F.pad(ends, (0, num_queries - len(ends)), value=block.keys.stop)  # beyond the document's end
-            hidden = torch.arange(block.place, block.keys.stop) >= ends[:, None]
+            ends = self.ends[:, block.queries]
+            ends = F.pad(ends, (0, num_queries - ends.shape[1]), value=block.keys.stop)  # beyond the document's end
+            hidden = torch.arange(block.place, block.keys.stop) >= ends[:, None, :, None]  # (1 or B, 1, queries, C)
             by_query[..., -num_last:].masked_fill_(hidden, float("-inf"))
         if self.window is not None:
             oldest = block.place - block.keys.start - self.window  # the last key before the first query's window
@@ -441,107 +426,9 @@ class _Softmax:
                 by_query[..., :num_hidden] += past
         if self.sinks is None:
             return Weights(scores.softmax(-1), slope, None)
-        sinks = self.sinks.expand(-1, -1, num_queries, -1).flatten(1, 2)  # (K, R, 1)
+        sinks = self.sinks.expand(-1, -1, num_queries, -1).flatten(1, 2)  # (B, R, 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)
         return Weights(weights[..., :-1], slope, weights[..., -1:])
-
-
-def _documents(cu_seqlens: Tensor, num_tokens: int, prefixes: Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the positions of each document with tokens, and of its prefix."""
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens, {num_tokens}; found {bounds[0]} to "
-            f"{bounds[-1]} over {len(bounds) - 1} documents."
-        )
-    before = [[0, 0]] * (len(bounds) - 1) if prefixes is None else prefixes.tolist()
-    is_valid = len(before) == len(bounds) - 1 and all(
-        0 <= first <= last <= start or first == last for (first, last), start in zip(before, bounds, strict=False)
-    )
-    if not is_valid:
-        raise ValueError(
-            f"prefixes are {before}; expected for each of the {len(bounds) - 1} documents a start and an end before "
-            "the document, or two equal numbers."
-        )
-    for (start, end), prefix in zip(pairwise(bounds), before, strict=True):
-        if start < end:
-            yield slice(start, end), slice(*prefix)
-
-
-def _seen(x: Tensor, document: slice, prefix: slice) -> Tensor:
-    """Keys or values of a document's prefix and of the document, from all (N, K, D)."""
-    return torch.cat((x[prefix], x[document])) if prefix.start < prefix.stop else x[document]
-
-
-def _ends(of_rows: Rows, document: slice, num_before: int) -> Tensor | None:
-    """Where the keys of a document's queries end, counted in the keys that the document sees; None: after their own."""
-    if of_rows.ends is None and not of_rows.num_ahead:
-        return None
-    if of_rows.ends is not None:
-        return of_rows.ends[document] - document.start + num_before
-    num_tokens = document.stop - document.start
-    return num_before + torch.arange(1, num_tokens + 1).add_(of_rows.num_ahead).clamp_(max=num_tokens)
-
-
-def _blocks(
-    num_heads: int, num_queries: int, window: int | None, num_before: int, ends: Tensor | None = None
-) -> list[_Block]:
-    """Split a document's queries into blocks of one size, with few distinct numbers of keys. `num_before`: keys of a
-    prefix."""
-    num_tokens = num_before + num_queries
-    step = _query_step(num_tokens)
-    num_keys = num_tokens if window is None else min(num_tokens, window + step)
-    key_step = _key_step(num_tokens, num_keys)
-    while step > 1 and num_heads * step * num_keys > _BLOCK_SCORES:
-        step //= 2
-    blocks = []
-    for start in range(0, num_queries, step):
-        place = num_before + start
-        first = 0 if window is None else max(0, place - window + 1)
-        if num_before:  # prefixes have any length
-            first -= first % key_step
-        last = place + step if ends is None else max(place + step, int(ends[start : start + step].max()))
-        last = -(-last // key_step) * key_step
-        blocks.append(_Block(slice(start, start + step), slice(first, last), place))
-    return blocks
-
-
-def _query_step(num_tokens: int) -> int:
-    return min(_BLOCK_QUERIES, max(_SHORTEST_BLOCK, _power_of_two(num_tokens)))
-
-
-def _key_step(num_tokens: int, num_keys: int) -> int:
-    """The number of a block's keys is a multiple of this."""
-    return max(_query_step(num_tokens), _power_of_two(num_keys) // _KEY_SIZES)
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-def _by_group(query: Tensor, key: Tensor) -> Tensor:
-    """Views (T, H, D) as (K, G, T, D), with the K of a key (N, K, D)."""
-    return query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)
-
-
-def _filled(x: Tensor, blocks: list[_Block]) -> Tensor:
-    """A document's keys or values (T, K, D), padded with zeros for its blocks: (K, P, D)."""
-    missing = blocks[-1].keys.stop - len(x)
-    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x.contiguous()).transpose(0, 1)
-
-
-def _rows(x: Tensor, block: _Block) -> Tensor:
-    """The block's part (K, R, D) of x (K, G, T, D), padded with zeros beyond the document's end."""
-    rows = x[:, :, block.queries]
-    missing = block.queries.stop - block.queries.start - rows.shape[2]
-    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).flatten(1, 2)
-
-
-def _put_rows(rows: Tensor, target: Tensor, block: _Block) -> None:
-    """Copy rows (K, R, D) to the block's part of target (K, G, T, D), without rows beyond the document's end."""
-    target = target[:, :, block.queries]
-    target.copy_(rows.unflatten(1, (target.shape[1], -1))[:, :, : target.shape[2]])
 
 
 def _in_three(x: Tensor, dtype: torch.dtype) -> Tensor:

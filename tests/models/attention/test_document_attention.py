@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lean_ft.models.attention.document_attention import document_attention, num_product_shapes
+from lean_ft.models.attention.document_attention import document_attention
+from lean_ft.models.attention.documents import num_product_shapes
 
-LENGTHS = [1, 70, 64, 0, 129, 3]
-IMAGES = [(3, 9), (40, 64), (80, 135), (140, 230)]  # stretches of tokens that see each other
+LENGTHS = [1, 70, 64, 0, 129, 3, 5, 16, 9, 40, 33, 50]  # four of at most 64 tokens, and four of 16, are stacked
+IMAGES = [(3, 9), (40, 64), (80, 135), (140, 230), (276, 280), (300, 330)]  # stretches of tokens that see each other
 
 
 def image_ends() -> torch.Tensor:
@@ -69,7 +70,7 @@ CASES += [(*heads, {}, WHOLE) for heads in ((6, 2, 16), (4, 4, 10), (3, 1, 64))]
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "rules", "block_scores"), CASES, ids=str)
 def test_float32_equals_a_masked_softmax_in_float64(heads, kv_heads, size, rules, block_scores, monkeypatch):
-    monkeypatch.setattr("lean_ft.models.attention.document_attention._BLOCK_SCORES", block_scores)
+    monkeypatch.setattr("lean_ft.models.attention.documents._BLOCK_SCORES", block_scores)
     leaves, cu_seqlens, grad = inputs(torch.float32, heads, kv_heads, size)
     if "sinks" in rules:
         leaves.append(torch.randn(6, generator=torch.Generator().manual_seed(1)).requires_grad_())
@@ -115,6 +116,19 @@ def test_sixteen_bits_are_as_exact_as_pytorchs_kernel(dtype, scale, offset):
         assert own < 1.5 * their
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rules", [{}, {"num_ahead": 420}, {"sinks": 6, "softcap": 5.0}, {"ends": True}], ids=str)
+def test_stacked_documents_have_the_bits_of_single_ones(rules, dtype, monkeypatch):
+    leaves, cu_seqlens, grad = inputs(dtype)
+    given = {"sinks": torch.randn(6).to(dtype), "ends": image_ends()}
+    results = []
+    for stacks in ((64, 16, 4), ()):
+        monkeypatch.setattr("lean_ft.models.attention.documents._STACKS", stacks)
+        out = document_attention(*leaves, cu_seqlens, **{name: given.get(name, rule) for name, rule in rules.items()})
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert all(map(torch.equal, *results))
+
+
 def test_other_documents_never_change_a_bit():
     (query, key, value), cu_seqlens, grad = inputs(torch.bfloat16)
     start, end = 71, 135  # the third document
@@ -131,7 +145,7 @@ def test_other_documents_never_change_a_bit():
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("longest", "num_packings", "bound"), [(300, 30, 21), (4096, 2, 150)])
+@pytest.mark.parametrize(("longest", "num_packings", "bound"), [(300, 30, 48), (4096, 2, 177)])
 def test_products_have_few_shapes_for_any_document_lengths(longest, num_packings, bound, monkeypatch):
     seen, multiply = set(), torch.bmm
 
@@ -157,10 +171,10 @@ def test_counting_shapes_does_not_loop_over_blocks():
     assert num_product_shapes(10**15) < 3000
 
 
-@pytest.mark.parametrize("bounds", [[1, 267], [0, 200], [0, 300], [0, 100, 50, 267]])
+@pytest.mark.parametrize("bounds", [[1, 420], [0, 200], [0, 500], [0, 100, 50, 420]])
 def test_invalid_boundaries_are_refused(bounds):
     leaves, _, _ = inputs(torch.float32)
-    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 267"):
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 420"):
         document_attention(*leaves, torch.tensor(bounds))
 
 
