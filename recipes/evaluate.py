@@ -3,6 +3,7 @@
 leanft evaluate runs/tiny data.source=tiny/validation.jsonl
 leanft evaluate runs/tiny tasks=arc_easy,gsm8k limit=100
 leanft evaluate runs/tiny_lora tasks=my_task.yaml       # your own task file; needs no network
+leanft evaluate runs/notes tasks=mteb:NFCorpus          # of embeddings and rerankers (extra `mteb`)
 
 Results are added to evaluation.json in the run directory, or to the file `output`; the answers are in a file beside it.
 """
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from lean_ft.data import EvalBatches, prepare_batches
+from lean_ft.embedding.mteb_tasks import run_mteb_tasks, split_tasks
 from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
@@ -31,7 +33,8 @@ class Config(Settings):
     adapter: Name | list[Name] = Field([])
     """An adapter, or a run that trained an adapter; or a list, whose adapters are summed."""
     tasks: list[Name] = Field([])
-    """Names of lm-evaluation-harness tasks, which it downloads, or your own YAML files."""
+    """Names of lm-evaluation-harness tasks, which it downloads, or your own YAML files; or for a model of embeddings or
+    a reranker, names of MTEB's tasks after `mteb:`."""
     num_fewshot: NonNegativeInt | None = None
     """Number of solved examples before each question; null: the task's default."""
     limit: PositiveInt | None = None
@@ -56,6 +59,8 @@ class Config(Settings):
 def main(cfg: Config) -> dict[str, Any]:
     if not cfg.tasks and cfg.data is None:
         raise ValueError("nothing to evaluate: set tasks=..., data.source=FILE, or both.")
+    if split_tasks(cfg.tasks)[1]:
+        return evaluate_vectors(cfg)
     if cfg.tasks:
         find_tasks(cfg.tasks)  # fails before the model is loaded
     asked = cfg.model.for_texts() if cfg.data is None else cfg.model
@@ -71,13 +76,36 @@ def main(cfg: Config) -> dict[str, Any]:
         tokenizer.chat_template_kwargs |= cfg.chat_template_kwargs
         how = {"num_fewshot": cfg.num_fewshot, "limit": cfg.limit, "chat": cfg.chat, "seed": cfg.seed}
         results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, **how)
-        for task, metrics in results["tasks"].items():
-            say(task, ", ".join(f"{name} {number(value)}" for name, value in metrics.items()))
         kwargs = {"chat_template_kwargs": cfg.chat_template_kwargs} if cfg.chat_template_kwargs else {}
         file.keep_tasks(how | kwargs, results["tasks"])
+    tell(results, file)
+    return results
+
+
+def evaluate_vectors(cfg: Config) -> dict[str, Any]:
+    """The metrics of a model of embeddings, or a reranker, in MTEB's tasks."""
+    given = cfg.model_dump(exclude_defaults=True)
+    unread = [*(given.keys() - {"model", "adapter", "tasks", "output", "device"})]
+    unread += [f"model.{name}" for name in given.get("model", {}).keys() - {"path", "dtype"}]
+    others, names = split_tasks(cfg.tasks)
+    if others or unread or len(adapters := [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter) > 1:
+        what = ", ".join(["tasks of lm-evaluation-harness"] * bool(others) + sorted(unread)) or "several adapters"
+        raise ValueError(f"tasks=mteb:... are evaluated alone. Remove {what}, or evaluate again without mteb:...")
+    path = adapters[0] if adapters else cfg.model.path
+    file = ResultsFile.of([path], cfg.output)
+    dtype = cfg.model.dtype if "dtype" in cfg.model.model_fields_set else None  # of the files
+    results = {"tasks": run_mteb_tasks(path, names, cfg.device, dtype)}
+    file.keep_tasks({}, results["tasks"])
+    tell(results, file)
+    return results
+
+
+def tell(results: dict[str, Any], file: ResultsFile) -> None:
+    """Print the metrics of tasks, and where all results are."""
+    for task, metrics in results.get("tasks", {}).items():
+        say(task, ", ".join(f"{name} {number(value)}" for name, value in metrics.items()))
     where = "printed only, because the model is not in a run directory; set output=FILE to save them"
     say("results", str(file.path or where))
-    return results
 
 
 def ask_file(

@@ -137,6 +137,25 @@ def test_every_argument_of_trl_is_in_the_file():
         assert unknown == [], trainer
 
 
+@pytest.mark.long
+def test_every_argument_of_sentence_transformers_is_in_the_file():
+    library = pytest.importorskip("sentence_transformers")
+    fields = dataclasses.fields(library.SentenceTransformerTrainingArguments)
+    assert missing("sentence_transformers", [field.name for field in fields]) == []
+    ranking = ("BinaryCrossEntropyLoss", "RankNetLoss", "ListNetLoss", "LambdaLoss")
+    vectors = ("CachedMultipleNegativesRankingLoss", "CoSENTLoss", "TripletLoss", "MarginMSELoss", "DistillKLDivLoss")
+    of_losses = tools()["sentence_transformers"]["common"]["loss"]
+    for folder, names in (("cross_encoder", ranking), ("sentence_transformer", (*vectors, "MatryoshkaLoss"))):
+        losses = importlib.import_module(f"sentence_transformers.{folder}.losses")
+        for name in names:
+            arguments = inspect.signature(getattr(losses, name).__init__).parameters.keys() - {
+                "self",
+                "model",
+                "kwargs",
+            }
+            assert missing("sentence_transformers", arguments) == [] and name in by_name(of_losses), name
+
+
 def test_every_setting_of_torchtunes_configurations_is_in_the_file():
     try:
         files = importlib.metadata.files("torchtune") or []

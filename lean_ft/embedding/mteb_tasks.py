@@ -1,0 +1,145 @@
+"""Tasks of the Massive Text Embedding Benchmark (the extra `mteb`) for a model of vectors, or a reranker.
+
+Source: MTEB, Muennighoff et al. 2022, https://arxiv.org/abs/2210.07316, whose package downloads the tasks and computes
+the metrics.
+"""
+
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from lean_ft.embedding.encode import Embedder, Reranker, kind_of_folder, open_embedder, open_reranker
+from lean_ft.system.installation import install_command
+
+PREFIX = "mteb:"  # of a task's name in `tasks`
+_TEXT_BATCH = 1024  # texts that one call gets; the passes of a call are bounded by their tokens
+_DISTANCES = {"euclidean": 2.0, "manhattan": 1.0}  # their powers
+Results = dict[str, dict[str, float]]  # task -> metric -> value
+
+
+def split_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the tasks of other suites, and the names of MTEB's without `mteb:`."""
+    of_mteb = [task.removeprefix(PREFIX) for task in tasks if task.startswith(PREFIX)]
+    return [task for task in tasks if not task.startswith(PREFIX)], of_mteb
+
+
+def find_mteb_tasks(names: Sequence[str]) -> list[Any]:
+    """Return MTEB's tasks of these names.
+
+    Raises ValueError if a task does not exist or has other data than texts, or if the package is not installed.
+    """
+    if importlib.util.find_spec("mteb") is None:
+        raise ValueError(
+            f"tasks: {PREFIX}... needs the package mteb. Run {install_command('mteb')}, or remove the task."
+        )
+    import mteb
+
+    tasks = []
+    for name in names:
+        try:
+            task = mteb.get_task(name)
+        except KeyError as error:
+            guess = str(error).partition("Did you mean")[2].strip('"')
+            raise ValueError(f"tasks: MTEB has no task {name!r}." + f" Did you mean{guess}" * bool(guess)) from None
+        if (kinds := set(task.metadata.modalities)) != {"text"}:
+            others = ", ".join(sorted(kinds - {"text"}))
+            raise ValueError(f"tasks: {PREFIX}{name} has {others}. Choose a task of texts.")
+        tasks.append(task)
+    return tasks
+
+
+def run_mteb_tasks(path: str | Path, names: Sequence[str], device: str = "auto", dtype: str | None = None) -> Results:
+    """Return the metrics of a model in MTEB's tasks: the mean over a task's subsets and languages of its main metric.
+
+    path, device, dtype: as for `open_embedder`. Queries and passages of searches get the prompts that the model was
+    saved with. Raises ValueError as `find_mteb_tasks` does, if a reranker is asked for vectors, and if the data of a
+    task cannot be downloaded.
+    """
+    tasks = find_mteb_tasks(names)
+    model: Any  # as MTEB calls it
+    if kind_of_folder(path) == "scores":
+        if other := [task.metadata.name for task in tasks if task.metadata.type != "Reranking"]:
+            raise ValueError(
+                f"tasks: {path} is a reranker, and {', '.join(other)} needs vectors. Choose tasks of the type "
+                "Reranking."
+            )
+        model = _CrossEncoder(open_reranker(path, device, dtype))
+    else:
+        model = _Encoder(open_embedder(path, device, dtype))
+    import mteb
+
+    found: Results = {}
+    for task in tasks:
+        name, metric = task.metadata.name, task.metadata.main_score
+        try:
+            result = mteb.evaluate(
+                model, task, cache=None, show_progress_bar=False, encode_kwargs={"batch_size": _TEXT_BATCH}
+            )
+        except (ConnectionError, FileNotFoundError) as error:
+            raise ValueError(
+                f"tasks: the data of {PREFIX}{name} cannot be downloaded: {error}. Check the network; a task that was "
+                "downloaded before is read from the cache of the package datasets."
+            ) from error
+        found[PREFIX + name] = {metric: float(result.task_results[0].get_score())}
+    return found
+
+
+def _texts(batches: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(chain.from_iterable(batch["text"] for batch in batches))
+
+
+def _description() -> Any:
+    """MTEB's description of a model that it has no entry for."""
+    from mteb.models import ModelMeta
+
+    return ModelMeta.create_empty({"name": "lean_ft/model", "revision": "local", "modalities": ["text"]})
+
+
+class _Encoder:
+    """A model of vectors, as MTEB calls it (its `EncoderProtocol`)."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder, self.mteb_model_meta = embedder, _description()
+
+    def encode(self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **asked: Any) -> np.ndarray:
+        """The vectors of all texts, (M, D). prompt_type: whether they are queries or documents of a search."""
+        used_as = {"query": "query", "document": "passage"}.get(getattr(prompt_type, "value", ""))
+        return self._embedder.encode(_texts(inputs), used_as).numpy()  # type: ignore[arg-type]
+
+    def similarity(self, left: Any, right: Any) -> Tensor:
+        """(M, N) of vectors (M, D) and (N, D), as the model's folder says."""
+        kind, left, right = self._embedder.how.similarity, torch.as_tensor(left), torch.as_tensor(right)
+        if kind in _DISTANCES:
+            return -torch.cdist(left, right, p=_DISTANCES[kind])
+        if kind == "cosine":
+            left, right = normalize(left, dim=-1), normalize(right, dim=-1)
+        return left @ right.T
+
+    def similarity_pairwise(self, left: Any, right: Any) -> Tensor:
+        """(M,) of vectors (M, D) and (M, D)."""
+        pairs = zip(torch.as_tensor(left), torch.as_tensor(right), strict=True)
+        return torch.stack([self.similarity(a[None], b[None])[0, 0] for a, b in pairs])
+
+
+class _CrossEncoder:
+    """A reranker, as MTEB calls it (its `CrossEncoderProtocol`)."""
+
+    def __init__(self, reranker: Reranker) -> None:
+        self._reranker, self.mteb_model_meta = reranker, _description()
+
+    def predict(
+        self, inputs1: Iterable[Mapping[str, Any]], inputs2: Iterable[Mapping[str, Any]], **asked: Any
+    ) -> np.ndarray:
+        """The scores of queries with passages, (M,)."""
+        pairs = zip(_texts(inputs1), _texts(inputs2), strict=True)
+        of_queries = groupby(pairs, key=lambda pair: pair[0])
+        return np.concatenate(
+            [self._reranker.scores(query, [passage for _, passage in some]).numpy() for query, some in of_queries]
+        )
