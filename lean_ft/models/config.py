@@ -305,6 +305,13 @@ class DecoderConfig:
         return frozenset(layer.kv_from_layer for layer in self.layers if layer.kv_from_layer is not None)
 
     @property
+    def why_no_prefix(self) -> str:
+        """Why texts cannot share the keys and values of a prefix; empty if they can."""
+        if self.bidirectional:
+            return "tokens see the later tokens of their text"
+        return "the model has recurrent layers, whose state cannot branch" if self.has_states else ""
+
+    @property
     def has_states(self) -> bool:
         """Whether a layer has a recurrent state or a convolution."""
         return any(layer.mixer is not None for layer in self.layers)

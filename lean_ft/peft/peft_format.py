@@ -42,7 +42,6 @@ from lean_ft.peft.stored_adapter import (
     MAGNITUDE,
     OF_EMBEDDING,
     OF_LINEAR,
-    OF_VECTORS,
     PREFIX,
     WEIGHTS_FILE,
     StoredAdapter,
@@ -50,6 +49,7 @@ from lean_ft.peft.stored_adapter import (
     read_factors,
     read_tensor,
     stored_shape,
+    task_type,
 )
 from lean_ft.peft.targets import TIED, is_adaptable, is_parameter_to_peft, is_projection_of_experts
 from lean_ft.system.log import say
@@ -227,7 +227,7 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
     )
     return {
         "peft_type": "LORA",
-        "task_type": _task_type(model),
+        "task_type": task_type(model),
         "base_model_name_or_path": name_or_path,
         "revision": revision,
         "r": rank,
@@ -246,12 +246,6 @@ def _config(model: Decoder, layers: dict[str, AdaptedLayer]) -> dict[str, Any]:
         "modules_to_save": None if model.score is None else [SCORE],
         "trainable_token_indices": row_ids or None,
     }
-
-
-def _task_type(model: Decoder) -> str:
-    if model.score is None:
-        return "CAUSAL_LM" if model.config.has_output else OF_VECTORS
-    return "TOKEN_CLS" if labels_tokens(model.source.config) else "SEQ_CLS"
 
 
 def _stored_as(layer: AdaptedLayer) -> AdapterShape:

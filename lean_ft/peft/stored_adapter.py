@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor
 
 from lean_ft.hub.paths import checkpoint_hint
-from lean_ft.models.config_json import REWARD_LABELS, VECTORS, Labels, label_fields
+from lean_ft.models.config_json import REWARD_LABELS, VECTORS, Labels, label_fields, labels_tokens
 from lean_ft.models.dense import makes_vectors
 from lean_ft.models.safetensors_file import MAX_NAME_CHARACTERS, StoredTensor, read_header
 from lean_ft.models.source import is_of_tower, name_in_language_model
@@ -25,6 +25,7 @@ from lean_ft.system.foreign_values import JSON
 from lean_ft.system.whole_files import read_json
 
 if TYPE_CHECKING:
+    from lean_ft.models.decoder import Decoder
     from lean_ft.peft.expert_pairs import StackedFactor
 
 CONFIG_FILE = "adapter_config.json"
@@ -152,6 +153,13 @@ def _stored_rows(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any
             raise ValueError(f"{field}; expected the ids of the stored rows of {layer}.")
         rows[layer] = ids
     return rows
+
+
+def task_type(model: "Decoder") -> str:
+    """PEFT's name of what a model is for."""
+    if model.score is None:
+        return "CAUSAL_LM" if model.config.has_output else OF_VECTORS
+    return "TOKEN_CLS" if labels_tokens(model.source.config) else "SEQ_CLS"
 
 
 def labels_of(folder: str | Path) -> Labels | None:

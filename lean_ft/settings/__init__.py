@@ -30,14 +30,6 @@ from lean_ft.settings.data import (
     UnpairedDataConfig,
 )
 from lean_ft.settings.devices import MemoryConfig, ParallelConfig
-from lean_ft.settings.embedding_losses import (
-    EMBEDDING_LOSSES,
-    RERANKING_LOSSES,
-    EmbeddingLossConfig,
-    RerankingLossConfig,
-    check_passages,
-    check_rows,
-)
 from lean_ft.settings.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
@@ -77,12 +69,10 @@ from lean_ft.settings.run import (
 )
 
 __all__ = [
-    "EMBEDDING_LOSSES",
     "LOGGER_PACKAGES",
     "MUON_MOMENTUM",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
-    "RERANKING_LOSSES",
     "AnswerDataConfig",
     "AnswersConfig",
     "AskConfig",
@@ -95,7 +85,6 @@ __all__ = [
     "Device",
     "DistillConfig",
     "Dtype",
-    "EmbeddingLossConfig",
     "Every",
     "FilePath",
     "FormatName",
@@ -125,7 +114,6 @@ __all__ = [
     "RecipeConfig",
     "ReferenceConfig",
     "ReferencedLossConfig",
-    "RerankingLossConfig",
     "Reward",
     "RewardDataConfig",
     "RewardLossConfig",
@@ -143,8 +131,6 @@ __all__ = [
     "UnpairedLossConfig",
     "UsualRates",
     "ValueConfig",
-    "check_passages",
-    "check_rows",
     "models_of",
     "recipe_name",
     "spelled_out",

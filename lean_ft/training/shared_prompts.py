@@ -45,10 +45,8 @@ def shares_prompts(cfg: RecipeConfig, data: DataConfig | None = None) -> bool:
 
 def _why_not(model: Decoder, longest: int) -> str:
     """Why a prompt cannot be computed once for all its completions; empty if it can."""
-    if model.config.bidirectional:
-        return "tokens see the later tokens of their text"
-    if model.config.has_states:
-        return "the model has recurrent layers, whose state cannot branch"
+    if model.config.why_no_prefix:
+        return model.config.why_no_prefix
     if model.has_chunks:
         return "the model has layers that attend within chunks of positions"
     for rope, _ in model.rotary:

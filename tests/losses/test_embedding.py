@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lean_ft.losses import embedding
 from lean_ft.losses.embedding import check_matryoshka, check_scores, embedding_loss, infonce
-from lean_ft.settings import EMBEDDING_LOSSES, EmbeddingLossConfig
+from lean_ft.settings.embedding_losses import EMBEDDING_LOSSES, EmbeddingLossConfig
 from tests.losses.test_linear_cross_entropy import PeakMemory
 
 RECORDED = json.loads(Path(__file__).with_name("sentence_transformers_values.json").read_text())

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lean_ft
 from lean_ft.losses.reranking import check_labels, relevance, reranking_losses
-from lean_ft.settings import RerankingLossConfig
+from lean_ft.settings.embedding_losses import RerankingLossConfig
 from tests.losses.test_embedding import RECORDED, Lazy, in_short, with_gradient
 
 P, S, LABELS = 7, 6, ("one right", "grades")

@@ -39,11 +39,15 @@ class Scoring:
     window: int | None = None  # positions that a query sees, including its own; as many on the other side of an encoder
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     chunk: int | None = None  # a query sees its own chunk of this many positions
-    bidirectional: bool = False  # a query also sees the later tokens of its document
+    sees_later: bool = False  # a query also sees the later tokens of its document
 
     def num_ahead(self, longest: int) -> int:
         """The most later tokens that a query sees in documents of up to `longest` tokens."""
-        return min(self.window or longest, longest) - 1 if self.bidirectional else 0
+        return min(self.window or longest, longest) - 1 if self.sees_later else 0
+
+    def is_plain(self, *, sinks: bool) -> bool:
+        """Whether PyTorch's flash kernels compute this, with or without sinks, for heads of the right size."""
+        return self.softcap is None and not (self.sees_later and sinks)
 
 
 class Sight(NamedTuple):
@@ -96,7 +100,7 @@ class Attention(nn.Module):
         super().__init__()
         layer, hidden_size = config.layers[layer_index], config.hidden_size
         self.head_dim = config.head_dim_of(layer_index)
-        self.scoring = Scoring(config.attention_scale, layer.window, bidirectional=config.bidirectional)
+        self.scoring = Scoring(config.attention_scale, layer.window, sees_later=config.bidirectional)
         query_size, kv_size = (n * self.head_dim for n in (config.num_heads, config.num_kv_heads_of(layer_index)))
         self.value_dim = self.features_of_values(config)
         self.split_sizes = [query_size, kv_size, kv_size]
@@ -211,7 +215,7 @@ class AttentionToShared(nn.Module):
     def __init__(self, config: DecoderConfig, layer_index: int) -> None:
         super().__init__()
         layer, self.head_dim = config.layers[layer_index], config.head_dim_of(layer_index)
-        self.scoring = Scoring(config.attention_scale, layer.window, bidirectional=config.bidirectional)
+        self.scoring = Scoring(config.attention_scale, layer.window, sees_later=config.bidirectional)
         self.q_proj = nn.Linear(config.hidden_size, config.num_heads * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps, config.norm_weight_offset)
@@ -269,7 +273,7 @@ def attend_rows(
     if sight is None and _has_row_kernels(query, key, scoring, sinks):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
         attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=not scoring.bidirectional, scale=scoring.scale, enable_gqa=True
+            q, k, v, is_causal=not scoring.sees_later, scale=scoring.scale, enable_gqa=True
         )
         return attended.transpose(1, 2)
     num_rows, num_tokens = query.shape[:2]
@@ -301,7 +305,7 @@ def attend_documents(
         cu_seqlens, longest = _chunk_bounds(cu_seqlens, scoring.chunk, query.shape[0] * longest), scoring.chunk
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (N, heads, D)
     num_ahead, ends = scoring.num_ahead(longest), None if sight is None else sight.ends
-    if sight is not None and scoring.bidirectional:
+    if sight is not None and scoring.sees_later:
         raise ValueError("prefixes and images are not supported: tokens see the later tokens of their text.")
     if has_kernels(query, scoring, sinks) and ends is None:
         # The longest document's length only sizes the kernel's grid, so its upper bound is enough: reading the true
@@ -319,7 +323,7 @@ def attend_documents(
             from lean_ft.models.attention.varlen import GROUPED, varlen_attn
 
             back = -1 if scoring.window is None else scoring.window - 1  # earlier positions that a query sees; -1: all
-            ahead = back if scoring.bidirectional else 0
+            ahead = back if scoring.sees_later else 0
             attended = varlen_attn(
                 *(q, k, v, cu_seqlens, key_cu_seqlens, longest, longest),
                 scale=scoring.scale,
@@ -401,8 +405,7 @@ def attend_filled(
 
 def has_kernels(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:
     """Whether PyTorch's flash kernels support this, for documents, windows and grouped heads too."""
-    is_plain = scoring.softcap is None and not (scoring.bidirectional and sinks is not None)
-    return kernel_of(query, is_plain=is_plain, sinks=sinks is not None) == "flash"
+    return kernel_of(query, is_plain=scoring.is_plain(sinks=sinks is not None), sinks=sinks is not None) == "flash"
 
 
 def _has_length_kernel(query: Tensor, scoring: Scoring, sinks: Tensor | None) -> bool:

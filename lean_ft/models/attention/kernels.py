@@ -16,6 +16,7 @@ from lean_ft.system.triton_compiler import HAS_TRITON
 from lean_ft.system.units import counted
 
 if TYPE_CHECKING:
+    from lean_ft.models.attention.attention import Scoring
     from lean_ft.models.decoder import Decoder
 
 Kernel = Literal["flash", "own", "eager"]
@@ -116,9 +117,8 @@ def describe_kernels(model: "Decoder", dtype: torch.dtype, capability: tuple[int
 
 class _AttentionLayer(NamedTuple):
     head_dim: int
-    has_softcap: bool
+    scoring: "Scoring"
     has_sinks: bool
-    sees_later: bool
 
 
 def _attention_layers(model: "Decoder") -> Iterator[_AttentionLayer]:
@@ -131,22 +131,23 @@ def _attention_layers(model: "Decoder") -> Iterator[_AttentionLayer]:
         if latent is not None:
             head_dim = max(latent.plain_dim + head_dim, latent.value_dim)
         has_sinks = getattr(attention, "sinks", None) is not None
-        scoring = attention.scoring
-        yield _AttentionLayer(head_dim, scoring.softcap is not None, has_sinks, scoring.bidirectional)
+        yield _AttentionLayer(head_dim, attention.scoring, has_sinks)
 
 
 def _kernel_of(layer: _AttentionLayer, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Kernel, str]:
-    is_plain = not layer.has_softcap and not (layer.sees_later and layer.has_sinks)
-    return choose_kernel(layer.head_dim, dtype, capability, is_plain=is_plain, sinks=layer.has_sinks)
+    is_plain, sinks = layer.scoring.is_plain(sinks=layer.has_sinks), layer.has_sinks
+    return choose_kernel(layer.head_dim, dtype, capability, is_plain=is_plain, sinks=sinks)
 
 
 def _describe(layer: _AttentionLayer, dtype: torch.dtype, capability: tuple[int, int]) -> str:
     kernel, reason = _kernel_of(layer, dtype, capability)
     if kernel == "flash":
         version = (_active() or "FA2").removeprefix("FA")
-        remark = ", to both sides" if layer.sees_later else ", sinks joined afterwards" if layer.has_sinks else ""
+        remark = (
+            ", to both sides" if layer.scoring.sees_later else ", sinks joined afterwards" if layer.has_sinks else ""
+        )
         return f"flash kernel (FlashAttention {version}){remark}"
-    reason = "soft cap" if layer.has_softcap and reason.startswith("a soft cap") else reason
+    reason = "soft cap" if layer.scoring.softcap is not None and reason.startswith("a soft cap") else reason
     return f"own Triton kernel: {reason}" if kernel == "own" else f"blocks of eager operations (slow): {reason}"
 
 

@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.query_size = latent.plain_dim + config.head_dim
         queries = config.num_heads * self.query_size
         scale, window = config.attention_scale or self.query_size**-0.5, config.layers[layer_index].window
-        self.scoring = Scoring(scale, window, bidirectional=config.bidirectional)
+        self.scoring = Scoring(scale, window)
         if latent.query_rank is None:
             self.q_proj = nn.Linear(hidden_size, queries, bias=False)
         else:

@@ -24,14 +24,14 @@ def inputs(dtype: torch.dtype, device: str, size: int) -> list[torch.Tensor]:
     "scoring",
     [
         *(Scoring(), Scoring(window=7), Scoring(0.3, window=20), Scoring(softcap=1.5)),
-        *(Scoring(window=window, bidirectional=True) for window in (None, 7)),
+        *(Scoring(window=window, sees_later=True) for window in (None, 7)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)])
 def test_results_and_gradients_equal_the_cpus(packed, size, scoring, with_sinks, dtype, tolerance):
-    if scoring.bidirectional and packed not in (False, True):
+    if scoring.sees_later and packed not in (False, True):
         pytest.skip("prefixes are refused")
     results = []
     for device, used in (("cpu", torch.float32), ("cuda", dtype)):
