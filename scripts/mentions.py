@@ -46,7 +46,8 @@ CAPABILITIES = {
     "embeddings": Capability(
         # `VECTORS` of lean_ft.models, not of lean_ft.optim; `use_bidirectional_attention` is of Gemma's images too
         r"\bembedder|lean_ft\.embedding|embedding_(data|losses|server)|rerank|(gives|makes|of)_vectors"
-        r"|\b(import|return|==).*(?<!\()\bVECTORS\b(?!, Rule)|\"VECTORS\"|(?<!use_)bidirectional(?!_attention)|modules_json",
+        r"|\b(import|return|==).*(?<!\()\bVECTORS\b(?!, Rule)|\"VECTORS\"|(?<!use_)bidirectional(?!_attention)"
+        r"|modules_json",
         (
             *("lean_ft/embedding", "lean_ft/cli/embed.py", "lean_ft/models/dense.py", "lean_ft/models/modules_json.py"),
             *("lean_ft/models/families/encoders.py", "lean_ft/models/beside.py"),

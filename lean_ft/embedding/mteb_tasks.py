@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from lean_ft.system.installation import install_command
 PREFIX = "mteb:"  # of a task's name in `tasks`
 _TEXT_BATCH = 1024  # texts that one call gets; the passes of a call are bounded by their tokens
 _DISTANCES = {"euclidean": 2.0, "manhattan": 1.0}  # their powers
+Vectors = Tensor | np.ndarray
 Results = dict[str, dict[str, float]]  # task -> metric -> value
 
 
@@ -63,7 +64,7 @@ def run_mteb_tasks(path: str | Path, names: Sequence[str], device: str = "auto",
     task cannot be downloaded.
     """
     tasks = find_mteb_tasks(names)
-    model: Any  # as MTEB calls it
+    model: _Encoder | _CrossEncoder
     if kind_of_folder(path) == "scores":
         if other := [task.metadata.name for task in tasks if task.metadata.type != "Reranking"]:
             raise ValueError(
@@ -80,7 +81,7 @@ def run_mteb_tasks(path: str | Path, names: Sequence[str], device: str = "auto",
         name, metric = task.metadata.name, task.metadata.main_score
         try:
             result = mteb.evaluate(
-                model, task, cache=None, show_progress_bar=False, encode_kwargs={"batch_size": _TEXT_BATCH}
+                cast(Any, model), task, cache=None, show_progress_bar=False, encode_kwargs={"batch_size": _TEXT_BATCH}
             )
         except (ConnectionError, FileNotFoundError) as error:
             raise ValueError(
@@ -108,12 +109,12 @@ class _Encoder:
     def __init__(self, embedder: Embedder) -> None:
         self._embedder, self.mteb_model_meta = embedder, _description()
 
-    def encode(self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **asked: Any) -> np.ndarray:
+    def encode(self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: object = None, **asked: object) -> np.ndarray:
         """The vectors of all texts, (M, D). prompt_type: whether they are queries or documents of a search."""
         used_as = {"query": "query", "document": "passage"}.get(getattr(prompt_type, "value", ""))
         return self._embedder.encode(_texts(inputs), used_as).numpy()  # type: ignore[arg-type]
 
-    def similarity(self, left: Any, right: Any) -> Tensor:
+    def similarity(self, left: Vectors, right: Vectors) -> Tensor:
         """(M, N) of vectors (M, D) and (N, D), as the model's folder says."""
         kind, left, right = self._embedder.how.similarity, torch.as_tensor(left), torch.as_tensor(right)
         if kind in _DISTANCES:
@@ -122,7 +123,7 @@ class _Encoder:
             left, right = normalize(left, dim=-1), normalize(right, dim=-1)
         return left @ right.T
 
-    def similarity_pairwise(self, left: Any, right: Any) -> Tensor:
+    def similarity_pairwise(self, left: Vectors, right: Vectors) -> Tensor:
         """(M,) of vectors (M, D) and (M, D)."""
         pairs = zip(torch.as_tensor(left), torch.as_tensor(right), strict=True)
         return torch.stack([self.similarity(a[None], b[None])[0, 0] for a, b in pairs])
@@ -135,7 +136,7 @@ class _CrossEncoder:
         self._reranker, self.mteb_model_meta = reranker, _description()
 
     def predict(
-        self, inputs1: Iterable[Mapping[str, Any]], inputs2: Iterable[Mapping[str, Any]], **asked: Any
+        self, inputs1: Iterable[Mapping[str, Any]], inputs2: Iterable[Mapping[str, Any]], **asked: object
     ) -> np.ndarray:
         """The scores of queries with passages, (M,)."""
         pairs = zip(_texts(inputs1), _texts(inputs2), strict=True)

@@ -153,8 +153,7 @@ class _Kernels:
                     if node in self._written_over:
                         trace.memory.overwrite(values[self._written_over[node]], values[node])
                     trace.memory.note(values[node])
-                    if not self._is_tuned and node in self._tuned:
-                        trace.memory.tune(self._tuned[node])
+                    self._tune(node)
                     if is_exchange:
                         trace.exchange(cast(OpOverload, node.target), args)
                     else:
@@ -162,8 +161,7 @@ class _Kernels:
                             known.costs[node] = self._cost(node, args, kwargs, values)
                         trace.pay(known.costs[node])
                 elif node in self._writes:
-                    if not self._is_tuned and node in self._tuned:
-                        trace.memory.tune(self._tuned[node])
+                    self._tune(node)
                     if is_new:
                         kernel = Kernel(0.0, 2 * num_bytes(values[node]), number=self._writes[node])
                         known.costs[node] = Charge({"fused copy_": trace.time.launches(kernel)}, _module(node))
@@ -174,6 +172,10 @@ class _Kernels:
         if is_new:
             known.skip_unneeded(self._nodes, self._stored | set(self._written_over.values()))
         return result
+
+    def _tune(self, node: fx.Node) -> None:
+        if not self._is_tuned and node in self._tuned:
+            self._trace.memory.tune(self._tuned[node])
 
     def _cost(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[fx.Node, object]

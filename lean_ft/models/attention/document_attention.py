@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lean_ft.models.attention.documents import Block, documents_at_once, put_rows, rows_of
+from lean_ft.models.attention.documents import QueryBlock, documents_at_once, put_rows, rows_of
 from lean_ft.models.attention.kernels import choose_kernel
 from lean_ft.models.attention.row_attention import RowArguments, Rows, Weights, attend_rows, attend_rows_backward
 from lean_ft.models.float32_products import product_dtype
@@ -399,7 +399,7 @@ class _Softmax:
         self.window, self.softcap = of_rows.window, of_rows.softcap
 
     @torch.autocast("cuda", enabled=False)
-    def __call__(self, block: Block) -> Weights:
+    def __call__(self, block: QueryBlock) -> Weights:
         num_queries = block.queries.stop - block.queries.start
         rows = rows_of(self.queries, block).to(self.dtype) * self.scale
         scores = torch.bmm(rows, self.keys[:, :, block.keys])  # (B, R, C)

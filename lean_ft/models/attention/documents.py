@@ -30,7 +30,7 @@ _STACKED = 2**18  # scores, and elements of queries, of a stack: 1 MiB each in f
 _STACKS = (64, 16, 4)  # documents of a stack; few, as the sizes of blocks
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     queries: slice  # may exceed the document's end in the last block
     keys: slice  # at least those that any of the queries sees
     place: int  # the index of the first query's own key
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 class Documents(Protocol):
     """Documents that are computed at once."""
 
-    def blocks(self, num_heads: int, window: int | None, ends: Tensor | None) -> list[Block]:
+    def blocks(self, num_heads: int, window: int | None, ends: Tensor | None) -> list[QueryBlock]:
         """The blocks of each document, with few distinct numbers of keys. ends: as `ends` returns them."""
         ...
 
@@ -52,7 +52,7 @@ class Documents(Protocol):
         """Their part (B, G, T, D) of queries (N, H, D) of K groups."""
         ...
 
-    def seen(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
+    def seen(self, x: Tensor, blocks: Sequence[QueryBlock]) -> Tensor:
         """The keys or values that they see (B, P, D), of all (N, K, D), padded with zeros for the blocks."""
         ...
 
@@ -74,7 +74,7 @@ class OneDocument:
         self._own, self._prefix = own, prefix
         self._num_before, self._num_tokens = prefix.stop - prefix.start, own.stop - own.start
 
-    def blocks(self, num_heads: int, window: int | None, ends: Tensor | None) -> list[Block]:
+    def blocks(self, num_heads: int, window: int | None, ends: Tensor | None) -> list[QueryBlock]:
         num_tokens = self._num_before + self._num_tokens
         step = _query_step(num_tokens)
         num_keys = num_tokens if window is None else min(num_tokens, window + step)
@@ -89,7 +89,7 @@ class OneDocument:
                 first -= first % key_step
             last = place + step if ends is None else max(place + step, int(ends[0, start : start + step].max()))
             last = -(-last // key_step) * key_step
-            blocks.append(Block(slice(start, start + step), slice(first, last), place))
+            blocks.append(QueryBlock(slice(start, start + step), slice(first, last), place))
         return blocks
 
     def ends(self, of_rows: Rows, num_groups: int) -> Tensor | None:
@@ -103,7 +103,7 @@ class OneDocument:
     def queries(self, x: Tensor, num_groups: int) -> Tensor:
         return _by_group(x[self._own], num_groups)
 
-    def seen(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
+    def seen(self, x: Tensor, blocks: Sequence[QueryBlock]) -> Tensor:
         own = torch.cat((x[self._prefix], x[self._own])) if self._num_before else x[self._own]
         missing = blocks[-1].keys.stop - len(own)
         return (F.pad(own, (0, 0, 0, 0, 0, missing)) if missing else own.contiguous()).transpose(0, 1)
@@ -128,8 +128,8 @@ class Stack:
     def __init__(self, documents: Sequence[slice], size: int) -> None:
         self._documents, self._size = documents, size
 
-    def blocks(self, num_heads: int, window: int | None, ends: Tensor | None) -> list[Block]:
-        return [Block(slice(0, self._size), slice(0, self._size), 0)]
+    def blocks(self, num_heads: int, window: int | None, ends: Tensor | None) -> list[QueryBlock]:
+        return [QueryBlock(slice(0, self._size), slice(0, self._size), 0)]
 
     def ends(self, of_rows: Rows, num_groups: int) -> Tensor | None:
         padded = []
@@ -145,7 +145,7 @@ class Stack:
             rows.copy_(_by_group(x[own], num_groups))
         return room
 
-    def seen(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
+    def seen(self, x: Tensor, blocks: Sequence[QueryBlock]) -> Tensor:
         return self.queries(x, x.shape[1]).squeeze(1)
 
     def room(self, x: Tensor, num_groups: int) -> Tensor:
@@ -210,14 +210,14 @@ def _documents(cu_seqlens: Tensor, num_tokens: int, prefixes: Tensor | None) -> 
             yield slice(start, end), slice(*prefix)
 
 
-def rows_of(x: Tensor, block: Block) -> Tensor:
+def rows_of(x: Tensor, block: QueryBlock) -> Tensor:
     """The block's part (B, R, D) of x (B, G, T, D), padded with zeros beyond the document's end."""
     rows = x[:, :, block.queries]
     missing = block.queries.stop - block.queries.start - rows.shape[2]
     return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).flatten(1, 2)
 
 
-def put_rows(rows: Tensor, target: Tensor, block: Block) -> None:
+def put_rows(rows: Tensor, target: Tensor, block: QueryBlock) -> None:
     """Copy rows (B, R, D) to the block's part of target (B, G, T, D), without rows beyond the document's end."""
     target = target[:, :, block.queries]
     target.copy_(rows.unflatten(1, (target.shape[1], -1))[:, :, : target.shape[2]])
