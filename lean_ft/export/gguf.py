@@ -93,7 +93,8 @@ def export_gguf(
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, which a GGUF file needs.")
     metadata = model_metadata(model, family, kind, destination.stem, tokenizer, stop_ids(model, tokenizer))
-    metadata |= metadata_of_vectors(folder, family.architecture, tokenizer)
+    of_vectors = metadata_of_vectors(folder, family.architecture, tokenizer)
+    metadata |= of_vectors
     text = modelfile(model, tokenizer, destination.name) if ollama else None
     mix = Mix(kind, family.architecture, model.config)
     shapes = {name: tuple(tensor.shape) for name, tensor in all_tensors(model, family, "meta")}
@@ -106,7 +107,7 @@ def export_gguf(
     kinds = Counter(one for one, shape in entries.values() if len(shape) > 1)
     mixed = f" ({', '.join(f'{number} tensors as {one}' for one, number in kinds.items())})" if len(kinds) > 1 else ""
     size = f"{destination.stat().st_size / 1e9:.3g} GB"
-    command = "llama-cli -m FILE"
+    command = "llama-embedding -m FILE -p TEXT" if of_vectors else "llama-cli -m FILE"
     if text is not None:
         with write_whole(for_ollama, on_disk=True) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -56,7 +56,7 @@ def _assert_equal(folder: Path, file: Path) -> None:
 def test_llama_cpp_computes_the_same_vectors(how: VectorsOf, template: str, tmp_path: Path):
     folder = _qwen_folder(tmp_path / "model", how, template)
     exported = export_gguf(folder, tmp_path / "model.gguf", "f32")
-    assert f"{how.pooling} pooling" in str(exported)
+    assert f"{how.pooling} pooling" in str(exported) and "Try: llama-embedding" in str(exported)
     assert ("Put 'Find: ' before each query" in str(exported)) == bool(how.query_prompt)
     _assert_equal(folder, tmp_path / "model.gguf")
 
