@@ -27,8 +27,10 @@ import typer
 from results import RESULTS, console, describe_hardware, gibibytes, print_result, write_result
 from shapes import EMBEDDED_MODEL, write_model_folder
 
+OURS = {"ours": "none", "ours_selective": "selective"}  # activation checkpointing
 LABELS = {
     "ours": "lean_ft",
+    "ours_selective": "lean_ft, selective activation checkpointing",
     "peer": "sentence-transformers, cached loss",
     "peer_sorted": "sentence-transformers, cached loss, sorted by length",
 }
@@ -55,9 +57,19 @@ def write_pairs(file: Path, number: int, model: Path) -> None:
 # In the process of one side ------------------------------------------------------------------------------------------
 
 
-def ours(model_folder: Path, file: Path, dtype: Any, pairs: int, micro: int) -> tuple[Any, Any, Any]:
+def ours(
+    model_folder: Path, file: Path, dtype: Any, pairs: int, micro: int, checkpointing: Any
+) -> tuple[Any, Any, Any]:
     """The model, a function that computes the loss and runs backward, and the share of padding."""
     import torch
+
+    from lean_ft.memory import apply_memory
+    from lean_ft.memory.host_memory import return_freed_memory
+    from lean_ft.memory.host_pool import pool_host_memory
+    from lean_ft.settings import MemoryConfig
+
+    return_freed_memory()  # as a run on a CPU does
+    pool_host_memory()
 
     from lean_ft.data import prepare_batches
     from lean_ft.data.embedding import EmbeddingDataConfig, with_negatives
@@ -71,6 +83,7 @@ def ours(model_folder: Path, file: Path, dtype: Any, pairs: int, micro: int) -> 
     batches, _ = prepare_batches(config, load_tokenizer(model_folder), batch_size=micro, seed=0)
     micro_batches = [batch.built for batch in batches.take(pairs // micro)]
     model = load_model(model_folder, dtype=dtype, scores=VECTORS)
+    apply_memory(model, MemoryConfig(activation_checkpointing=checkpointing), compile=False)
     scores, identities = (torch.cat([getattr(one, name) for one in micro_batches]) for name in ("scores", "identities"))
 
     def embed(batch: Any) -> Any:
@@ -134,11 +147,14 @@ def resident_bytes(name: str) -> int:
 
 
 def work(side: str, model_folder: Path, file: Path, dtype_name: str, pairs: int, micro: int, steps: int) -> None:
+    if side in OURS:
+        from lean_ft.system.before_torch import prepare_torch
+
+        prepare_torch()
     import torch
 
-    dtype = getattr(torch, dtype_name)
-    arguments = model_folder, file, dtype, pairs, micro
-    model, step, padding = ours(*arguments) if side == "ours" else peer(*arguments, side == "peer_sorted")
+    arguments = model_folder, file, getattr(torch, dtype_name), pairs, micro
+    model, step, padding = ours(*arguments, OURS[side]) if side in OURS else peer(*arguments, side == "peer_sorted")
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     loaded, seconds, losses = resident_bytes("VmRSS"), list[float](), list[float]()
     for _ in range(steps):

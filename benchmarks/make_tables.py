@@ -40,6 +40,7 @@ BENCHMARKS = (
     "attention",
     "bfloat16_products",
     "against_transformers",
+    "embeddings",
     "optimizer_step",
     "data_preparation",
     "loading",

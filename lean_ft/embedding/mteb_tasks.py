@@ -116,17 +116,19 @@ class _Encoder:
 
     def similarity(self, left: Vectors, right: Vectors) -> Tensor:
         """(M, N) of vectors (M, D) and (N, D), as the model's folder says."""
-        kind, left, right = self._embedder.how.similarity, torch.as_tensor(left), torch.as_tensor(right)
-        if kind in _DISTANCES:
-            return -torch.cdist(left, right, p=_DISTANCES[kind])
-        if kind == "cosine":
-            left, right = normalize(left, dim=-1), normalize(right, dim=-1)
-        return left @ right.T
+        left, right = self._compared(left), self._compared(right)
+        power = _DISTANCES.get(self._embedder.how.similarity)
+        return left @ right.T if power is None else -torch.cdist(left, right, p=power)
 
     def similarity_pairwise(self, left: Vectors, right: Vectors) -> Tensor:
         """(M,) of vectors (M, D) and (M, D)."""
-        pairs = zip(torch.as_tensor(left), torch.as_tensor(right), strict=True)
-        return torch.stack([self.similarity(a[None], b[None])[0, 0] for a, b in pairs])
+        left, right = self._compared(left), self._compared(right)
+        power = _DISTANCES.get(self._embedder.how.similarity)
+        return (left * right).sum(-1) if power is None else -torch.linalg.vector_norm(left - right, power, dim=-1)
+
+    def _compared(self, vectors: Vectors) -> Tensor:
+        found = torch.as_tensor(vectors)
+        return normalize(found, dim=-1) if self._embedder.how.similarity == "cosine" else found
 
 
 class _CrossEncoder:
