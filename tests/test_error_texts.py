@@ -36,6 +36,7 @@ SHOWN = {
     "cli/validate.py: _rehearse": "a plan that fails changes nothing; its RuntimeErrors are ours",
     "data/arrow_rows.py: read_parquet_file": LIBRARY,
     "data/sources.py: _converted": USER,
+    "embedding/mteb_tasks.py: find_mteb_tasks": "the names that MTEB suggests",
     "hub/paths.py: _mentioning_folders": "our own errors",
     "models/own_families.py: naming_row": USER,
     "notebook.py: _write_rows": USER,

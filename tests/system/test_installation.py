@@ -44,7 +44,7 @@ def test_the_command_is_for_the_python_that_runs(monkeypatch: pytest.MonkeyPatch
 def test_every_named_extra_exists() -> None:
     sources = [file.read_text() for file in (ROOT / "lean_ft").rglob("*.py")]
     named = {name for text in sources for name in re.findall(r"install_command\(['\"](\w+)", text)}
-    assert named == {"datasets", "eval", "gguf", "plots", "serve", "zstd"} and named <= EXTRAS.keys()
+    assert named == {"datasets", "eval", "gguf", "mteb", "plots", "serve", "zstd"} and named <= EXTRAS.keys()
     assert not [text for text in sources if "lean-ft[" in text]
 
 
