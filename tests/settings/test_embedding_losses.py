@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lean_ft.settings import (
+from lean_ft.settings.embedding_losses import (
     EMBEDDING_LOSSES,
     RERANKING_LOSSES,
     EmbeddingLossConfig,
