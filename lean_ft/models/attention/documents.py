@@ -27,7 +27,7 @@ _KEY_SIZES = 32  # the most distinct numbers of keys among the blocks of a long 
 # Scores of one block over all heads, 16 MiB in float32; very long documents have smaller blocks.
 _BLOCK_SCORES = 2**22
 _STACKED = 2**18  # scores, and elements of queries, of a stack: 1 MiB each in float32, near a CPU's cache
-_STACKS = (64, 16, 4)  # documents of a stack; few, as the sizes of blocks
+_STACK = 4  # documents of a stack: one number, because each new one is a new shape of products
 
 
 class QueryBlock(NamedTuple):
@@ -179,12 +179,11 @@ def documents_at_once(
         else:
             yield OneDocument(own, prefix)
     for size, documents in short.items():
-        most = _STACKED // (num_heads * size * max(size, head_dim))
-        for number in _STACKS:
-            while number <= min(most, len(documents)):
-                yield Stack(documents[:number], size)
-                documents = documents[number:]
-        yield from (OneDocument(own, slice(0, 0)) for own in documents)
+        fits = _STACK * num_heads * size * max(size, head_dim) <= _STACKED
+        num_stacked = len(documents) // _STACK * _STACK if fits else 0
+        for start in range(0, num_stacked, _STACK):
+            yield Stack(documents[start : start + _STACK], size)
+        yield from (OneDocument(own, slice(0, 0)) for own in documents[num_stacked:])
     yield from continued
 
 
@@ -228,7 +227,7 @@ def num_product_shapes(longest: int) -> int:
     lengths = {min(2**n, longest) for n in range(_power_of_two(longest).bit_length())}
     sizes = {size for n in lengths for step in [_key_step(n, n)] for size in range(step, n + step, step)}
     # With C keys: (R, C) @ (C, D), (C, R) @ (R, D) and (R, D + 3) @ (D + 3, C).
-    return 3 * (len(sizes) + len(_STACKS) * len({_query_step(n) for n in lengths}))
+    return 3 * (len(sizes) + len({_query_step(n) for n in lengths}))  # of single documents, and of stacks
 
 
 def _by_group(query: Tensor, num_groups: int) -> Tensor:
