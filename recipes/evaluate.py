@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from lean_ft.data import EvalBatches, prepare_batches
-from lean_ft.embedding.mteb_tasks import run_mteb_tasks, split_tasks
+from lean_ft.embedding.mteb_tasks import model_of_mteb, run_mteb_tasks, split_tasks
 from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.models import Decoder
@@ -84,17 +84,10 @@ def main(cfg: Config) -> dict[str, Any]:
 
 def evaluate_vectors(cfg: Config) -> dict[str, Any]:
     """The metrics of a model of embeddings, or a reranker, in MTEB's tasks."""
-    given = cfg.model_dump(exclude_defaults=True)
-    unread = [*(given.keys() - {"model", "adapter", "tasks", "output", "device"})]
-    unread += [f"model.{name}" for name in given.get("model", {}).keys() - {"path", "dtype"}]
-    others, names = split_tasks(cfg.tasks)
-    if others or unread or len(adapters := [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter) > 1:
-        what = ", ".join(["tasks of lm-evaluation-harness"] * bool(others) + sorted(unread)) or "several adapters"
-        raise ValueError(f"tasks=mteb:... are evaluated alone. Remove {what}, or evaluate again without mteb:...")
-    path = adapters[0] if adapters else cfg.model.path
+    path = model_of_mteb(cfg.model_dump(exclude_defaults=True))
     file = ResultsFile.of([path], cfg.output)
     dtype = cfg.model.dtype if "dtype" in cfg.model.model_fields_set else None  # of the files
-    results = {"tasks": run_mteb_tasks(path, names, cfg.device, dtype)}
+    results = {"tasks": run_mteb_tasks(path, split_tasks(cfg.tasks)[1], cfg.device, dtype)}
     file.keep_tasks({}, results["tasks"])
     tell(results, file)
     return results

@@ -31,6 +31,27 @@ def split_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
     return [task for task in tasks if not task.startswith(PREFIX)], of_mteb
 
 
+def model_of_mteb(given: Mapping[str, Any]) -> str:
+    """Return the model or adapter that MTEB's tasks evaluate.
+
+    given: the settings of the recipe evaluate that differ from their defaults. Raises ValueError for a setting that
+    these tasks do not read, for other tasks beside them, and unless there is one model or adapter.
+    """
+    unread = [*(given.keys() - {"model", "adapter", "tasks", "output", "device"})]
+    unread += [f"model.{name}" for name in given.get("model", {}).keys() - {"path", "dtype"}]
+    others = ["tasks of lm-evaluation-harness"] * bool(split_tasks(given["tasks"])[0])
+    if others or unread:
+        what = ", ".join(others + sorted(unread))
+        raise ValueError(f"tasks=mteb:... are evaluated alone. Remove {what}, or evaluate again without mteb:...")
+    adapters = given.get("adapter", [])
+    paths = [adapters] if isinstance(adapters, str) else [*adapters]
+    paths += [given["model"]["path"]] if "path" in given.get("model", {}) else []
+    if len(paths) != 1:
+        found = ", ".join(paths) or "none"
+        raise ValueError(f"tasks=mteb:... evaluate one model or adapter, found {found}. Set model.path or adapter.")
+    return paths[0]
+
+
 def find_mteb_tasks(names: Sequence[str]) -> list[Any]:
     """Return MTEB's tasks of these names.
 

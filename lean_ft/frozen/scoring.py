@@ -116,7 +116,7 @@ def _classified(model: Decoder, tokenizer: Tokenizer, config: ClassificationData
 
 def _tagged(model: Decoder, tokenizer: Tokenizer, config: ClassificationDataConfig) -> Iterator[dict[str, Any]]:
     """Yield the rows with the likeliest label of each word or step as `predictions`, and the `probabilities` of the
-    labels, a list for each. None stands for a word that has no token.
+    labels, one list for each word. Both are None for a word without a token.
 
     Rows of `text` also get `words`, the (start, end) of each word, and if the labels are O, B-NAME and I-NAME,
     `predicted_spans`.

@@ -304,8 +304,9 @@ def _tuned(
         if not _is_opaque(last) and not any(_reduces(node, kernel) for node in nodes):
             times = {node: (node in written_over) + 2 * any(map(_is_write, _readers(node))) for node in nodes}
             tuned[last] = [_size(node) for node in nodes for _ in range(times[node])]
+    opaque = set(filter(_is_opaque, kernel))
     for node, launches in writes.items():
-        if launches and not _reduces(node, ()):
+        if launches and not _reduces(node, opaque):
             length = node.meta["val"].numel()
             tuned[node] = [_size(other) for other in writes if other.meta["val"].numel() == length for _ in range(2)]
     return tuned
@@ -313,7 +314,7 @@ def _tuned(
 
 def _size(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return int(value.numel() * value.element_size()) if isinstance(value, Tensor) else 0
+    return int(num_bytes(value)) if isinstance(value, Tensor) else 0
 
 
 def _is_write(node: fx.Node) -> bool:
@@ -321,12 +322,9 @@ def _is_write(node: fx.Node) -> bool:
 
 
 def _reduces(node: fx.Node, stored: Collection[fx.Node]) -> bool:
-    """Whether a kernel for `node` reduces: `node` itself, or what it reads that is neither `stored` nor opaque."""
-    if _is_opaque(node) or node.op != "call_function":
-        return False
-    if isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags:
-        return True
-    return any(_reduces(source, stored) for source in node.all_input_nodes if source not in stored)
+    """Whether a kernel for `node` reduces: `node` itself, or what it reads that is not `stored`."""
+    fused = {node, *_within([node], lambda made: made.all_input_nodes, stored)}
+    return any(isinstance(one.target, OpOverload) and torch.Tag.reduction in one.target.tags for one in fused)
 
 
 def _read_first(

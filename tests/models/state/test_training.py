@@ -1,4 +1,4 @@
-"""Twenty steps of each model with recurrent layers next to transformers: losses, and the weights afterwards."""
+"""Twenty steps of each model with recurrent layers next to transformers, whose losses show the updated weights."""
 
 import pytest
 import torch
@@ -7,19 +7,15 @@ from torch.nn.functional import cross_entropy
 from lean_ft.losses import linear_cross_entropy
 from lean_ft.models import load_model
 from tests.models.conftest import MakeCheckpoint
-from tests.models.family_cases import CASES
+from tests.models.state.test_mixers import HYBRIDS
 from tests.pretended_gpu.cards import IS_SIMULATED
 
-HYBRIDS = [
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "lfm2"),
-    *("lfm2_moe", "jamba", "zamba2"),
-]
 NUM_STEPS, LR = 20, 1e-3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])])
-@pytest.mark.parametrize("case", [name for name in HYBRIDS if name in CASES])
+@pytest.mark.parametrize("case", [*HYBRIDS, "lfm2_moe"])
 def test_twenty_steps_equal_transformers(case: str, device: str, make_checkpoint: MakeCheckpoint) -> None:
     folder, theirs = make_checkpoint(case)
     own = load_model(folder, device=device, dtype=torch.float32)
