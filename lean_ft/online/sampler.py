@@ -7,17 +7,21 @@ from functools import cached_property, partial
 from typing import Any
 
 from lean_ft.data import Prompt
+from lean_ft.data.columns import Document
 from lean_ft.generation import Completion, Sampling, sample, sample_numbers, stop_ids
 from lean_ft.models import Decoder
+from lean_ft.online.engines import VLLMServer
+from lean_ft.online.engines.agreement import NUM_PROMPTS, check_agreement
+from lean_ft.online.engines.threads import in_thread
 from lean_ft.online.episodes import Episodes, Round
 from lean_ft.online.rewards import Rewards
-from lean_ft.online.servers import SERVERS, Server, in_thread
 from lean_ft.optim import Optimizer
 from lean_ft.parallel import generating
 from lean_ft.settings import OnlineConfig
 from lean_ft.system.host_link import open_link
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.tokenizers.loading import context_length
 
 
 class Sampler:
@@ -46,16 +50,16 @@ class Sampler:
             setting = "generation.offload_training_state"
             link = open_link(model.device, f"{setting}=true", f"{setting}=false")
             self._makes_room = partial(optimizer.state_away, link)
-        uses_server = cfg.generation.engine != "own"
-        if ranks.size > 1 and (cfg.generation.compile or uses_server):
-            setting = "compile=true" if cfg.generation.compile else f"engine={cfg.generation.engine}"
-            raise ValueError(f"generation.{setting} needs a single process, but there are several. Remove the setting.")
+        if ranks.size > 1 and cfg.generation.compile:
+            raise ValueError(
+                "generation.compile=true needs a single process, but there are several. Remove the setting."
+            )
         if cfg.generation.router_replay and model.mixture is None:
             raise ValueError(
                 "generation.router_replay=true repeats the choices of a mixture's routers, and this model has no "
                 "experts. Remove generation.router_replay."
             )
-        self._server_folder = cfg.output_dir / "engine"
+        self._output_dir, self._longest = cfg.output_dir, cfg.data.max_prompt_length + cfg.completion_tokens
         self._max_given_tokens = cfg.completion_tokens - cfg.generation.max_new_tokens
         if cfg.has_turns and episodes is None:
             raise ValueError(
@@ -66,89 +70,118 @@ class Sampler:
         self._under_way: Future[list[Completion]] | None = None  # a round that is sampled ahead
 
     @cached_property
-    def _server(self) -> Server | None:
-        kind = SERVERS.get(self._generation.engine)
-        return kind and kind(self._generation.engine_url, self._server_folder)
+    def _server(self) -> VLLMServer | None:
+        if self._generation.engine == "own":
+            return None
+        longest = min(self._longest, context_length(self._model.source.config) or self._longest)
+        server = VLLMServer(self._generation, self._output_dir, longest, self._ranks)
+        server.check_tokenizer(self._tokenizer)
+        return server
 
     def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Completion]:
-        """seed: of the round. Raises as `lean_ft.generation.sample`, `Round` and `Server` do."""
-        self._begin(seed)
-        return self._completions(prompts, seed, None, self._episodes)
+        """seed: of the round. Raises as `lean_ft.generation.sample`, `Round` and `VLLMServer` do."""
+        self._begin(prompts, seed)
+        return self._completions(prompts, self._how(seed), self._episodes)
 
     def ahead(self, prompts: Sequence[Prompt], seed: int) -> Callable[[], list[Completion]]:
-        """Sample with the present weights in another thread. Return a function that waits for the completions."""
-        self._begin(seed)
-        self._under_way = in_thread(partial(self._completions, prompts, seed, None, self._episodes))
-        return self._under_way.result
+        """Sample with the present weights in another thread of rank 0. Return a function that waits for the
+        completions; all ranks call it."""
+        self._begin(prompts, seed)
+        if self._ranks.rank == 0:
+            numbers = sample_numbers([prompt.text for prompt in prompts])
+            self._under_way = in_thread(partial(self._play, prompts, numbers, self._how(seed), self._episodes))
+        return partial(self._ranks.on_rank_zero, self._wait)
 
-    def _begin(self, seed: int | None = None) -> None:
+    def _wait(self) -> list[Completion]:
+        assert self._under_way is not None
+        return self._under_way.result()
+
+    def _begin(self, prompts: Sequence[Prompt], seed: int | None = None) -> None:
         """seed: of a round."""
-        if self._server is not None:
+        if (server := self._server) is not None:
             wait([] if self._under_way is None else [self._under_way])
-            self._server.give_weights(self._model)
+            server.publish(self._model)
+            if server.num_published <= 2:  # an adapter changes nothing before its first update
+                texts = [prompt.text for prompt in prompts[:: self._generation.num_answers]][:NUM_PROMPTS]
+                how = Sampling(max_new_tokens=1, stop_ids=self._stop_ids)
+                own = self._sample_own(texts, how, sample_numbers(texts), None)
+                served = self._ranks.on_rank_zero(lambda: server.sample(texts, how, sample_numbers(texts)))
+                server.report(check_agreement(own, served, self._generation.engine_url))
         if self._episodes is not None and seed is not None:
             self._episodes.results.begin(seed % 2**32)
 
     def first_turns(self, prompts: Sequence[Prompt], seed: int) -> list[Completion]:
         """The completions up to the first call or observation. For plans, which run no tools."""
-        return self._completions(prompts, seed, None, None)
+        return self._completions(prompts, self._how(seed), None)
 
-    def _completions(
-        self, prompts: Sequence[Prompt], seed: int, temperature: float | None, episodes: Episodes | None
-    ) -> list[Completion]:
+    def _how(self, seed: int, temperature: float | None = None) -> Sampling:
         generation = self._generation
-        how = Sampling(
+        return Sampling(
             temperature=generation.temperature if temperature is None else temperature,
             seed=seed,
             stop_ids=self._stop_ids,
             stop_texts=tuple(generation.stop),
             **generation.drawn,
         )
-        asked = [prompt.text for prompt in prompts]
-        numbers = sample_numbers(asked)
+
+    def _completions(self, prompts: Sequence[Prompt], how: Sampling, episodes: Episodes | None) -> list[Completion]:
+        numbers = sample_numbers([prompt.text for prompt in prompts])
+        if self._server is not None:
+            return self._ranks.on_rank_zero(lambda: self._play(prompts, numbers, how, episodes))
         # Consecutive prompts, and all completions of a prompt on one rank, which reads it once. Ranks that share
         # attention heads sample for the same prompts.
-        groups, alike = -(-len(asked) // generation.num_answers), self._ranks.num_alike
-        share = -(-groups * alike // self._ranks.size) * generation.num_answers
+        groups, alike = -(-len(prompts) // self._generation.num_answers), self._ranks.num_alike
+        share = -(-groups * alike // self._ranks.size) * self._generation.num_answers
         place = self._ranks.rank // alike
         mine = slice(place * share, (place + 1) * share)
+        parts = self._ranks.on_every_rank(lambda: self._play(prompts[mine], numbers[mine], how, episodes))
+        return [one for completions in parts[::alike] for one in completions]
 
-        def complete() -> Sequence[Completion]:
-            if episodes is None:
-                return sampled(None)
-            # The main thread trains meanwhile, with this process's random generators.
-            with nullcontext() if generation.ahead else episodes.tools.unchanged_process(seed % 2**32):
-                return sampled(Round(episodes, prompts[mine], numbers[mine], seed))
+    def _play(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], how: Sampling, episodes: Episodes | None
+    ) -> list[Completion]:
+        """Sample completions, or play episodes, in this process."""
+        if episodes is None:
+            return self._sample([prompt.text for prompt in prompts], how, numbers, None)
+        # The main thread trains meanwhile, with this process's random generators.
+        is_ahead = self._generation.ahead
+        with nullcontext() if is_ahead else episodes.tools.unchanged_process(how.seed % 2**32):
+            played = Round(episodes, prompts, numbers, how.seed)
+            completions = self._sample(played.asked, how, numbers, played)
+            return [*played.finish(completions, keeps_environments=self._ranks.size == 1)]
 
-        def sampled(played: Round | None) -> Sequence[Completion]:
-            texts = asked[mine] if played is None else played.asked
-            if self._server is not None:
-                completions = self._server.sample(texts, how, numbers[mine], played, self._max_given_tokens)
-            else:
-                with self._makes_room(), generating(self._model, self._ranks, generation.gather):
-                    completions = sample(
-                        self._model,
-                        texts,
-                        how,
-                        numbers=numbers[mine],
-                        decode=self._tokenizer.decode,
-                        cache_gib=generation.cache_gib,
-                        compile=generation.compile,
-                        records_experts=generation.router_replay,
-                        replies=played,
-                        max_given_tokens=self._max_given_tokens,
-                    )
-            if played is None:
-                return completions
-            return played.finish(completions, keeps_environments=self._ranks.size == 1)
+    def _sample(
+        self, texts: Sequence[Document], how: Sampling, numbers: Sequence[int], played: Round | None
+    ) -> list[Completion]:
+        if self._server is not None:
+            return self._server.sample(texts, how, numbers, played, self._max_given_tokens)
+        return self._sample_own(texts, how, numbers, played)
 
-        return [one for completions in self._ranks.on_every_rank(complete)[::alike] for one in completions]
+    def _sample_own(
+        self, texts: Sequence[Document], how: Sampling, numbers: Sequence[int], played: Round | None
+    ) -> list[Completion]:
+        generation = self._generation
+        with self._makes_room(), generating(self._model, self._ranks, generation.gather):
+            return sample(
+                self._model,
+                texts,
+                how,
+                numbers=numbers,
+                decode=self._tokenizer.decode,
+                cache_gib=generation.cache_gib,
+                compile=generation.compile,
+                records_experts=generation.router_replay,
+                replies=played,
+                max_given_tokens=self._max_given_tokens,
+            )
 
     def evaluate(self, held_out: Sequence[Prompt], rewards: Rewards) -> dict[str, Any]:
         """Return the mean reward (if any has one) and length of completions of held-out prompts, sampled at
         `generation.eval_temperature` with a fixed seed."""
-        self._begin()
-        completions = self._completions(held_out, self._seed, self._generation.eval_temperature, self._episodes)
+        self._begin(held_out)
+        completions = self._completions(
+            held_out, self._how(self._seed, self._generation.eval_temperature), self._episodes
+        )
         totals = [total for total in rewards(held_out, completions).totals if total is not None]
         lengths = [sum(one.sampled) if one.sampled else len(one.ids) for one in completions]
         metrics = {"eval_completion_length": sum(lengths) / len(completions)}

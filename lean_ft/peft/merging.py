@@ -105,3 +105,18 @@ def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
             quantized = f"{name} is quantized, and an adapter can be merged only into unquantized weights"
             raise ValueError(f"{quantized}. Load the model with lora.quantize=none, then the saved adapter.")
     return layers
+
+
+def published_parts(model, ranks):  # a sketch
+    from itertools import groupby
+    from lean_ft.system.shards import Part
+    source, own_names = model.source, model.source.own_names
+    def layer_of(name):
+        parts = name.split(".")
+        return ".".join(parts[:3] if parts[:2] == ["model", "layers"] else parts[:-1])
+    for layer, tensors in groupby(plain_tensors(model), key=lambda named: layer_of(named[0])):
+        yield layer, {
+                own_names.get(place, place): source.turned(place, part)
+                for name, tensor in tensors
+                for place, part in source.stored(name, tensor.detach(), as_read=True)
+            }

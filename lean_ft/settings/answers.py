@@ -79,11 +79,15 @@ class GenerationConfig(Settings):
     """Mixture of experts: record the experts that every token chooses while sampling, and use them in training too,
     with weights from the present router. Rounding then changes no expert between sampling and training (R3, Ma et al.
     2025)."""
-    engine: Literal["own", "vllm", "sglang"] = "own"
-    """What samples the completions: the model that trains (`own`), or a vLLM or SGLang server beside it (see
-    docs/online.md)."""
+    engine: Literal["own", "vllm"] = "own"
+    """What samples the completions: the model that trains (`own`), or a vLLM server beside it (see docs/online.md)."""
     engine_url: Name = "http://127.0.0.1:8000"
-    """URL of the server, for engine=vllm and engine=sglang."""
+    """URL of the server, for engine=vllm. The environment variable VLLM_API_KEY is its API key, if it needs one."""
+    engine_weights: Literal["auto", "merged", "adapter", "nccl"] = "auto"
+    """How the server gets new weights: `adapter` sends the adapter alone, `merged` whole tensors, `nccl` broadcasts
+    them between GPUs. auto is the adapter if the run has one that the server loads, else merged."""
+    engine_seconds: PositiveFloat = 300.0
+    """How long the run waits for a server that does not answer, at the start or because it is restarted, in seconds."""
     ahead: int = Field(0, ge=0, le=1)
     """1: the server samples the next round while this one trains, with the weights from before this round's updates.
     Tools then need tools.process=true, and checkpoints wait for the round that is sampled."""

@@ -108,10 +108,17 @@ CONFLICTS = [
         lambda policy_loss: _differs(policy_loss, "kl") and not policy_loss.kl_weight,
         "loss.kl={policy_loss.kl} is used only with loss.kl_weight above 0. Set loss.kl_weight, or remove loss.kl.",
     ),
+    *(
+        Conflict(
+            lambda generation, name=name: _differs(generation, name) and generation.engine == "own",
+            f"generation.{name}={{generation.{name}}} is used only with generation.engine=vllm. Set generation.engine, "
+            f"or remove generation.{name}.",
+        )
+        for name in ("engine_url", "engine_weights", "engine_seconds")
+    ),
     Conflict(
-        lambda generation: _differs(generation, "engine_url") and generation.engine == "own",
-        "generation.engine_url={generation.engine_url} is used only with generation.engine=vllm or sglang. Set "
-        "generation.engine, or remove generation.engine_url.",
+        lambda recipe, generation: generation.engine_weights == "adapter" and recipe.lora is None,
+        "generation.engine_weights=adapter, and the run trains no adapter. Set lora.rank, or remove the setting.",
     ),
     Conflict(
         lambda quantize: _differs(quantize, "group_size") and quantize.train is None,
@@ -186,12 +193,6 @@ CONFLICTS = [
         "parallel.tensor={parallel.tensor} divides the tokens of an image, which model.images={model.images} does not "
         "support. Set parallel.tensor=1.",
     ),
-    Conflict(
-        lambda model, generation: model.images != "none" and generation.engine != "own",
-        "generation.engine={generation.engine} gets no images, and model.images={model.images} reads them. Set "
-        "generation.engine=own.",
-    ),
-    # The optimizer
     Conflict(
         lambda recipe, optimizer: optimizer.in_backward and recipe.clip_grad_norm is not None,
         "clip_grad_norm={recipe.clip_grad_norm:g} needs every gradient before any update, but "
@@ -363,14 +364,9 @@ CONFLICTS = [
         "tools and environments need a chat template, and data.chat=false writes plain text. Remove data.chat.",
     ),
     Conflict(
-        lambda generation: generation.engine == "sglang" and generation.narrows,
-        "generation.engine=sglang returns log-probabilities before top_k, top_p and min_p, so they are not those of "
-        "the sampled distribution. Remove these settings, or set generation.engine=vllm.",
-    ),
-    Conflict(
         lambda generation: generation.ahead and generation.engine == "own",
         "generation.ahead=1 samples while the model trains, and with generation.engine=own both need the same device "
-        "and weights. Set generation.engine=vllm or sglang, or remove generation.ahead.",
+        "and weights. Set generation.engine=vllm, or remove generation.ahead.",
     ),
     Conflict(
         lambda generation, tools: generation.ahead and tools.functions and not tools.process,
