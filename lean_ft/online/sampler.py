@@ -11,7 +11,7 @@ from lean_ft.data.columns import Document
 from lean_ft.generation import Completion, Sampling, sample, sample_numbers, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.online.engines import VLLMServer
-from lean_ft.online.engines.agreement import NUM_PROMPTS, check_agreement
+from lean_ft.online.engines.agreement import NUM_PROMPTS, NUM_TOKENS, check_agreement
 from lean_ft.online.engines.threads import in_thread
 from lean_ft.online.episodes import Episodes, Round
 from lean_ft.online.rewards import Rewards
@@ -103,7 +103,7 @@ class Sampler:
             server.publish(self._model)
             if server.num_published <= 2:  # an adapter changes nothing before its first update
                 texts = [prompt.text for prompt in prompts[:: self._generation.num_answers]][:NUM_PROMPTS]
-                how = Sampling(max_new_tokens=1, stop_ids=self._stop_ids)
+                how = Sampling(max_new_tokens=NUM_TOKENS, stop_ids=self._stop_ids)
                 own = self._sample_own(texts, how, sample_numbers(texts), None)
                 served = self._ranks.on_rank_zero(lambda: server.sample(texts, how, sample_numbers(texts)))
                 server.report(check_agreement(own, served, self._generation.engine_url))

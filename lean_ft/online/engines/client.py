@@ -97,7 +97,8 @@ class Client:
             refusal.code = error.code
             raise refusal from None
         except (OSError, HTTPException, ValueError) as error:
-            reason = "it closed the connection" if isinstance(error, HTTPException) else str(error)
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            reason = "it closed the connection" if isinstance(reason, HTTPException) else reason
             raise Unreachable(f"{place} does not answer: {reason}.") from None
         if expected.isdecimal() and len(text) < int(expected):
             raise Unreachable(f"{place} does not answer: its reply has {len(text):,} of {int(expected):,} bytes.")

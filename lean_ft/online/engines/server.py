@@ -116,8 +116,9 @@ class VLLMServer:
         ValueError if it cannot load weights of this kind."""
         if self._way is None:
             self._way = choose_way(self._weights, self.facts, model, self._client, self._ranks, self._run)
+            self._ranks.on_rank_zero(partial(self._check_base, self._way))
         way = self._way
-        version = self._ranks.on_rank_zero(lambda: uuid4().hex)
+        version = self._ranks.on_rank_zero(lambda: f"{way.name}-{uuid4().hex}")
         size = way.write(model, version)
         self._version, self._model = version, way.model_of(version)
         self._context, self._vocab_size = context_length(model.source.config), model.config.vocab_size
@@ -131,6 +132,15 @@ class VLLMServer:
         if self.num_published == 1 and self._ranks.rank == 0:
             agreed = f"log-probabilities differ from the run's by up to {difference:.2g}"
             say("engine", f"vLLM {self.facts.version} at {self._client.url}; {self._moved}; {agreed}")
+
+    def _check_base(self, way: Way) -> None:
+        """Raise ValueError if an adapter would be added to weights that another run has changed."""
+        here = self._until_it_answers()
+        if way.model_of("") is not None and here != _BEGUN and not here.startswith(f"{way.name}-"):
+            raise ValueError(
+                f"{self._client.url} has weights of version {here:.40}, from another run, and "
+                "generation.engine_weights=adapter sends the adapter alone. Restart the server, or set generation.engine_weights=merged."
+            )
 
     def _load(self, way: Way, version: str) -> None:
         """Let the server load the written weights, in spite of a few outages."""

@@ -140,21 +140,29 @@ def choose_way(asked: str, facts: ServerFacts, model: Decoder, client: Client, r
             f"generation.engine_weights=adapter: {url} loads adapters of rank {facts.max_adapter_rank}, and the run's "
             f"has {rank}. Start it with --enable-lora --max-lora-rank {rank}, or set generation.engine_weights=merged."
         )
-    if asked == "adapter" or (asked == "auto" and rank and facts.max_adapter_rank >= rank and _is_plain_lora(model)):
+    is_tied = model.config.tied_embeddings
+    if asked == "adapter" and is_tied and facts.unties_output:
+        raise ValueError(f"generation.engine_weights=adapter: {url} unties the output layer. Start it without that.")
+    if asked == "adapter" or (
+        asked == "auto" and rank and facts.max_adapter_rank >= rank and _suits_adapters(model, facts)
+    ):
         folder = ranks.on_rank_zero(lambda: files_folder(client, run, 2 * adapter_bytes(model)))
         ranks.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a run that was killed
         return Adapter(client, ranks, _removed_at_exit(folder, ranks))
-    if model.config.tied_embeddings and facts.device == "cpu" and not facts.unties_output:
+    if is_tied and facts.device == "cpu" and not facts.unties_output:
         raise ValueError(
             f"{url} runs on a CPU, where vLLM keeps an old copy of a tied output layer when it loads weights. Start it "
             """with --hf-overrides '{"tie_word_embeddings": false}'."""
         )
     folder = ranks.on_rank_zero(lambda: files_folder(client, run, size))
-    return Merged(client, ranks, _removed_at_exit(folder, ranks), facts.unties_output and model.config.tied_embeddings)
+    return Merged(client, ranks, _removed_at_exit(folder, ranks), facts.unties_output and is_tied)
 
 
-def _is_plain_lora(model: Decoder) -> bool:
-    """Whether vLLM loads the adapter: it refuses DoRA, trained rows and adapters of embeddings."""
+def _suits_adapters(model: Decoder, facts: ServerFacts) -> bool:
+    """Whether vLLM loads the adapter: it refuses DoRA, trained rows and adapters of embeddings. The server has the
+    weights below the adapter, unless it unties the output layer."""
+    if model.config.tied_embeddings and facts.unties_output:
+        return False
     layers = adapted_layers(model).values()
     of_vocabulary = any(isinstance(layer, LoRAEmbedding | LoRAOutput) for layer in layers)
     return not (of_vocabulary or trained_rows(model) or any(layer.shape.dora for layer in layers))
