@@ -1,5 +1,5 @@
-"""Sampling by a server, with a small one that implements the routes of vLLM 0.32 and SGLang 0.5 on top of lean_ft's
-models."""
+"""Sampling by a server, with a small one that implements the routes of vLLM 0.32 on top of lean_ft's models.
+`test_vllm.py` has the real one."""
 
 import json
 import tempfile
@@ -22,11 +22,16 @@ from lean_ft.generation import Sampling
 from lean_ft.generation.choosing import choose
 from lean_ft.generation.turns import RunningRow
 from lean_ft.models.source import tensors_on_disk
-from lean_ft.online import Sampler, servers
+from lean_ft.online import Sampler
+from lean_ft.online.engines import VLLMServer
+from lean_ft.online.engines import server as server_module
+from lean_ft.online.engines.client import Client
+from lean_ft.online.engines.weights import Merged
 from lean_ft.online.episodes import Player
-from lean_ft.online.servers import SGLangServer, VLLMServer
 from lean_ft.optim import Optimizer
 from lean_ft.peft import load_merged
+from lean_ft.settings import GenerationConfig
+from lean_ft.system.shards import ALONE
 from lean_ft.tools import ToolTurns
 from lean_ft.training.bad_steps import TrainingFailed
 from tests.models.conftest import whole_model
@@ -43,11 +48,11 @@ SETTINGS += (
     "max_steps=2",
     "gradient_accumulation_steps=1",
 )
-UPDATES = {
-    "vllm": ["pause?mode=wait", "collective_rpc", "update_weight_version", "resume", "weight_info"],
-    "sglang": ["update_weights_from_disk", "model_info"],
+UPDATES = ["pause", "collective_rpc", "update_weight_version", "resume"]
+FACTS = {
+    "model_config": {"max_model_len": 512, "logprobs_mode": "processed_logprobs", "hf_overrides": {}},
+    "device_config": {"device": "cuda"},
 }
-ENGINES = pytest.mark.parametrize("engine", UPDATES)
 
 
 class Server(ThreadingHTTPServer):
@@ -65,36 +70,52 @@ class Server(ThreadingHTTPServer):
         self.weights: list[dict[str, torch.Tensor]] = []
         self.version = "default"
         self.before_an_answer: Callable[[], None] = lambda: None
+        self.cuts: Callable[[], bool] = lambda: False
+        self.base, self.facts, self.adapters = "tiny", dict(FACTS), dict[str, Path]()
         for tensor in tensors_on_disk(self.model).values():
             tensor.zero_()
 
-    def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any] | list[Any]:
-        if route == "v1/models":
-            return {"object": "list", "data": [{"id": "tiny"}]}
-        if route == "v1/completions":
-            told = ("model", "repetition_penalty", "logprobs", "return_token_ids", "top_k", "top_p", "min_p")
-            assert [body[name] for name in told] == ["tiny", 1.0, 0, True, 0, 1.0, 0.0]
-            ids, log_probs, reason = self.complete(body["prompt"], body["seed"], body["max_tokens"], body)
-            choice = {"token_ids": ids, "logprobs": {"token_logprobs": log_probs}, "finish_reason": reason}
-            return {"choices": [choice]}
-        if route == "generate":
-            params = body["sampling_params"]
-            assert [params[name] for name in ("repetition_penalty", "top_k", "top_p", "min_p")] == [1.0, -1, 1.0, 0.0]
-            assert body["return_logprob"] is True
-            ids, log_probs, reason = self.complete(
-                body["input_ids"], params["sampling_seed"], params["max_new_tokens"], params
-            )
-            found = [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
-            return {"meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": found}}
+    def answer(self, route: str, body: dict[str, Any]) -> dict[str, Any] | str:
+        if route == "server_info":
+            return {"vllm_config": self.facts}
+        if route == "weight_info":
+            return {"weight_version": self.version}
+        if route == "version":
+            return {"version": "0.32.0"}
+        if route == "tokenize":
+            return {"tokens": self.tokenizer.encode(body["prompt"])}
+        if route == "inference/v1/generate":
+            return self.generate(body)
         self.asked.append(route)
         if route == "collective_rpc":
             assert body["method"] == "reload_weights"
             self.load(Path(body["kwargs"]["weights_path"]))
-            return {"results": [None]}
-        if route == "update_weights_from_disk":
-            self.load(Path(body["model_path"]))
-        self.version = body.get("new_version") or body.get("weight_version") or self.version
-        return {"weight_version": self.version}
+        if route == "v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = Path(body["lora_path"])
+            self.serve(load_merged(body["lora_path"], self.base, dtype=torch.float32)[0])
+            return "Success"
+        if route == "v1/unload_lora_adapter":
+            self.adapters.pop(body["lora_name"])
+        self.version = body.get("new_version") or self.version
+        return {}
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        params, (name, *_) = body["sampling_params"], [*self.adapters, None]
+        assert body.get("model") == name
+        assert [params[one] for one in ("repetition_penalty", "top_k", "top_p", "min_p")] == [1.0, 0, 1.0, 0.0]
+        ids, log_probs, reason = self.complete(body["token_ids"], params["seed"], params["max_tokens"], params)
+        content = [{"token_id": token, "logprob": value} for token, value in zip(ids, log_probs, strict=True)]
+        spans = [{"version": self.version, "start": 0, "end": len(ids)}]
+        choice = {"token_ids": ids, "finish_reason": reason, "logprobs": {"content": content}}
+        return {"choices": [{**choice, "weight_versions": spans}]}
+
+    def restart(self) -> None:
+        self.version, self.adapters = "default", {}
+        self.serve(load_model(self.base))
+
+    def serve(self, model: Any) -> None:
+        for name, tensor in tensors_on_disk(self.model).items():
+            tensor.copy_(tensors_on_disk(model)[name])
 
     def load(self, path: Path) -> None:
         assert path.is_absolute()
@@ -109,6 +130,8 @@ class Server(ThreadingHTTPServer):
         self, prompt: list[int], seed: int, most: int, told: dict[str, Any]
     ) -> tuple[list[int], list[float], str]:
         """One token after the other, without a cache."""
+        if told["temperature"] == 0:
+            return self.complete_greedily(prompt, most)
         self.prompts.append(prompt)
         self.before_an_answer()
         (key, position), *_ = [
@@ -126,6 +149,16 @@ class Server(ThreadingHTTPServer):
                 return ids, log_probs, "stop"
         return ids, log_probs, "length"
 
+    def complete_greedily(self, prompt: list[int], most: int) -> tuple[list[int], list[float], str]:
+        ids, log_probs = list[int](), list[float]()
+        for _ in range(most):
+            values = self.model(torch.tensor([prompt + ids]))[0, -1].float().log_softmax(-1)
+            ids.append(int(values.argmax()))
+            log_probs.append(float(values.max()))
+            if ids[-1] == 2:
+                return ids, log_probs, "stop"
+        return ids, log_probs, "length"
+
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
@@ -135,12 +168,14 @@ class Handler(BaseHTTPRequestHandler):
         server: Any = self.server
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
         try:
-            status, said = 200, server.answer(self.path[1:], body)
+            status, said = 200, server.answer(self.path[1:].partition("?")[0], body)
         except Exception as error:
-            status, said = 500, {"error": repr(error)}
+            status, said = 400, {"error": {"message": repr(error)}}
+        content = said.encode() if isinstance(said, str) else json.dumps(said).encode()
         self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(json.dumps(said).encode())
+        self.wfile.write(content[: len(content) // 2 if server.cuts() else None])
 
     def log_message(self, *_: object) -> None:
         pass
@@ -148,14 +183,14 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    plain = servers.running_rows
+    plain = server_module.running_rows
     with Server() as server:
 
         def watched(*arguments: Any) -> list[RunningRow]:
             server.rows += (rows := plain(*arguments))
             return rows
 
-        monkeypatch.setattr(servers, "running_rows", watched)
+        monkeypatch.setattr(server_module, "running_rows", watched)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -192,17 +227,28 @@ def own_lines(*settings: str) -> list[dict[str, Any]]:
         return metrics(Path(folder) / "run", timed=False)
 
 
-@pytest.mark.first
-@ENGINES
-def test_a_server_with_the_weights_answers_as_the_model_itself(
-    engine: str, train: Callable[..., Path], server: Server
-) -> None:
+def test_a_server_with_the_weights_answers_as_the_model_itself(train: Callable[..., Path], server: Server) -> None:
     short = "generation.max_new_tokens=6"
-    lines = metrics(train(f"generation.engine={engine}", short), timed=False)
+    lines = metrics(train("generation.engine=vllm", short), timed=False)
     assert_close(lines, own_lines(short))
-    version = UPDATES[engine][-1]
-    assert server.asked == [version, *(2 * [*UPDATES[engine], version])]  # the version is also read after a round
+    assert server.asked == 2 * UPDATES
     assert any(not torch.equal(server.weights[0][name], tensor) for name, tensor in server.weights[1].items())
+
+
+@pytest.mark.long
+def test_an_adapter_is_sent_alone(train: Callable[..., Path], server: Server) -> None:
+    """Each version has a name of its own, and the server keeps one."""
+    server.restart()
+    server.facts["lora_config"] = {"max_lora_rank": 4}
+    lines = metrics(train("generation.engine=vllm", "lora.rank=4", "model.dtype=float32"), timed=False)
+    assert_close(lines, own_lines("lora.rank=4", "model.dtype=float32"))
+    load = ["v1/load_lora_adapter", "update_weight_version"]
+    assert server.asked == [*load, *load, "v1/unload_lora_adapter"] and not server.weights
+    with pytest.raises(ValueError, match="adapters of rank 4, and the run's has 8. Start it with --enable-lora --max"):
+        train("generation.engine=vllm", "lora.rank=8", "generation.engine_weights=adapter", output="other")
+    server.version = "merged-1"
+    with pytest.raises(ValueError, match="weights of version merged-1, from another run, and this run sends its adap"):
+        train("generation.engine=vllm", "lora.rank=4", output="other")
 
 
 @pytest.mark.long
@@ -218,16 +264,18 @@ def test_the_server_gets_the_names_of_the_folder_that_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole_model("Gemma3").save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(VLLMServer, "_ask", lambda self, *_: {"weight_version": self._weight_version})
-    VLLMServer("http://server", tmp_path / "weights").give_weights(load_model(tmp_path / "model"))
+    asked = list[dict[str, Any]]()
+    monkeypatch.setattr(Client, "ask", lambda self, route, content=None: asked.append(content) or {})
+    way = Merged(Client("http://server"), ALONE, tmp_path / "weights", writes_output=False)
+    way.write(load_model(tmp_path / "model"), "1")
+    way.load("1")
+    assert {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "weights")}} in asked
     given = {name for file in (tmp_path / "weights").glob("*.safetensors") for name in load_file(file)}
     assert given == {name for name in load_file(tmp_path / "model" / "model.safetensors") if "language_model" in name}
 
 
 @pytest.mark.long
-@ENGINES
 def test_episodes_are_those_of_the_model_itself(
-    engine: str,
     server: Server,
     files: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -249,7 +297,7 @@ def test_episodes_are_those_of_the_model_itself(
     given = ("tools.functions=[TMP/mine.py:add]", stops, "generation.max_new_tokens=24", "generation.temperature=1.5")
     url = f"generation.engine_url=http://127.0.0.1:{server.server_port}"
     given += ("generation.num_answers=16", "tools.calls=3")
-    at_server = (f"generation.engine={engine}", url, "loss.correction=token_truncate")
+    at_server = ("generation.engine=vllm", url, "loss.correction=token_truncate")
     chat, found = [{"role": "user", "content": "5 + 5"}], []
     for settings in ((), at_server):
         episodes = episodes_of(files, *given, *settings)
@@ -336,23 +384,94 @@ def test_the_next_round_calls_its_tools_while_this_one_trains(
 
 @pytest.mark.long
 def test_pairs_are_sampled_ahead(train: Callable[..., Path], server: Server) -> None:
-    train("generation.engine=sglang", "generation.ahead=1", "batch_size=2", recipe="online_dpo")
+    train("generation.engine=vllm", "generation.ahead=1", "batch_size=2", recipe="online_dpo")
     assert len(server.weights) == 3
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, train: Callable[..., Path], server: Server) -> None:
     with pytest.raises(ValueError, match="loss.correction=token_truncate"):
         train("generation.engine=vllm", "loss.correction=none")
-    for engine, command in (("vllm", "VLLM_SERVER_DEV_MODE=1 vllm serve"), ("sglang", "python -m sglang")):
-        with pytest.raises(ValueError, match=f"engine={engine}.*does not answer.*Start it with `{command}"):
-            train(f"generation.engine={engine}", "generation.engine_url=http://127.0.0.1:9")
-    for kind in (VLLMServer, SGLangServer):
-        one = kind(f"http://127.0.0.1:{server.server_port}", tmp_path)
-        one.give_weights(server.model)
-        server.version = "default"  # it was restarted
-        with pytest.raises(TrainingFailed, match="has weights of version default; expected "):
-            one.sample([], Sampling(1), [])
-    server.complete = lambda *_: ([], [], "abort")
-    one.give_weights(server.model)
-    with pytest.raises(TrainingFailed, match="returned 0 tokens with 0 log-probabilities, ended by abort"):
-        one.sample([Document.of([1])], Sampling(1), [0])
+    gone = "generation.engine_url=http://127.0.0.1:9"
+    with pytest.raises(ValueError, match="engine=vllm.*does not answer.*Start it with `VLLM_SERVER_DEV_MODE=1"):
+        train("generation.engine=vllm", "generation.engine_seconds=0.1", gone)
+    for change, message in (
+        ({"logprobs_mode": "raw_logprobs"}, "Start it with --logprobs-mode processed_logprobs"),
+        ({"max_model_len": 20}, "reads 20 tokens, and a prompt with its completion has up to 40. Start it with --max"),
+    ):
+        server.facts["model_config"] = FACTS["model_config"] | change
+        with pytest.raises(ValueError, match=message):
+            train("generation.engine=vllm")
+    server.facts = {**FACTS, "device_config": {"device": "cpu"}}
+    with pytest.raises(ValueError, match="keeps an old copy of a tied output layer"):
+        train("generation.engine=vllm")
+    server.facts = dict(FACTS)
+    server.tokenizer = load_tokenizer("tiny-images")
+    with pytest.raises(ValueError, match="has another tokenizer: it writes 'Hello, "):
+        train("generation.engine=vllm")
+    server.tokenizer = load_tokenizer("tiny")
+    server.load = lambda path: None  # other weights than the run's
+    with pytest.raises(ValueError, match="computes another model: .* the same first token for 0 of 2 prompts"):
+        train("generation.engine=vllm")
+
+
+def engine_of(server: Server, folder: Path, **settings: Any) -> VLLMServer:
+    url = f"http://127.0.0.1:{server.server_port}"
+    generation = GenerationConfig.model_validate({"engine": "vllm", "engine_url": url, **settings})
+    return VLLMServer(generation, folder, 100)
+
+
+HOW = Sampling(4, seed=3, temperature=1.0)
+
+
+def test_the_run_outlasts_a_restart_and_half_a_reply(tmp_path: Path, server: Server) -> None:
+    """Turns are sampled again with the weights that the run had given."""
+    engine, prompts = engine_of(server, tmp_path), [Document.of([1, 2, number]) for number in (3, 4)]
+    engine.publish(load_model("tiny"))
+    expected = engine.sample(prompts, HOW, [0, 0])
+    cuts = [True]
+    server.cuts = lambda: bool(server.prompts) and bool(cuts) and cuts.pop()
+    assert engine.sample(prompts, HOW, [0, 0]) == expected
+    server.restart()
+    server.asked.clear()
+    assert engine.sample(prompts, HOW, [0, 0]) == expected
+    assert server.asked == UPDATES
+    server.version = "of another run"
+    with pytest.raises(TrainingFailed, match="has weights of version of another run; expected merged-"):
+        engine.sample(prompts, HOW, [0, 0])
+
+
+def test_a_server_that_does_not_come_back_ends_the_run(tmp_path: Path, server: Server) -> None:
+    engine = engine_of(server, tmp_path, engine_seconds=0.1)
+    engine.publish(load_model("tiny"))
+    server.cuts = lambda: True
+    with pytest.raises(TrainingFailed, match="bytes. It did not answer within generation.engine_seconds=0.1. Start it"):
+        engine.sample([Document.of([1])], HOW, [0])
+
+
+@pytest.mark.parametrize(
+    ("ids", "log_probs", "reason", "message"),
+    [
+        ([], [], "abort", "ended a completion by abort; expected stop or length"),
+        ([5, 9999], [-1.0, -1.0], "stop", r"`token_ids` \[5, 9999\]; expected 1 to 4 ids below 768"),
+        ([5] * 5, [-1.0] * 5, "stop", "expected 1 to 4 ids"),
+        ([5, 6], [-1.0, float("nan")], "stop", "as the log-probabilities of"),
+        ([5, 6], [-1.0, 0.5], "stop", "as the log-probabilities of"),
+    ],
+)
+def test_replies_are_checked(
+    ids: list[int], log_probs: list[float], reason: str, message: str, tmp_path: Path, server: Server
+) -> None:
+    engine = engine_of(server, tmp_path)
+    engine.publish(server.model)
+    server.complete = lambda *_: (ids, log_probs, reason)
+    with pytest.raises(TrainingFailed, match=message):
+        engine.sample([Document.of([1])], HOW, [0])
+
+
+def test_a_reply_has_a_limit(server: Server) -> None:
+    client = Client(f"http://127.0.0.1:{server.server_port}")
+    server.answer = lambda *_: "x" * 2000
+    with pytest.raises(TrainingFailed, match="more than 1,000 bytes"):
+        client.ask("version", max_bytes=1000)
+    with pytest.raises(ValueError, match="expected a URL of http or https"):
+        Client("file:///etc/passwd")

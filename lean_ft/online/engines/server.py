@@ -138,8 +138,8 @@ class VLLMServer:
         here = self._until_it_answers()
         if way.model_of("") is not None and here != _BEGUN and not here.startswith(f"{way.name}-"):
             raise ValueError(
-                f"{self._client.url} has weights of version {here:.40}, from another run, and "
-                "generation.engine_weights=adapter sends the adapter alone. Restart the server, or set generation.engine_weights=merged."
+                f"{self._client.url} has weights of version {here:.40}, from another run, and this run sends its "
+                "adapter alone. Restart the server, or set generation.engine_weights=merged."
             )
 
     def _load(self, way: Way, version: str) -> None:

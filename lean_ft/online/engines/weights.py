@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Protocol
 
 from lean_ft.models import Decoder
+from lean_ft.models.new_model import empty_decoder
 from lean_ft.models.safetensors_file import write_file
-from lean_ft.models.source import parts_on_disk
 from lean_ft.online.engines.broadcast import Broadcast
 from lean_ft.online.engines.client import Client, Refused
 from lean_ft.online.engines.replies import ServerFacts
 from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import LoRAEmbedding, LoRAOutput, adapted_layers
-from lean_ft.peft.lora import has_adapter
 from lean_ft.peft.merging import published_parts
 from lean_ft.peft.new_rows import trained_rows
 from lean_ft.peft.peft_format import adapter_bytes, save_adapter
@@ -126,64 +125,68 @@ class Adapter:
 
 
 def choose_way(asked: str, facts: ServerFacts, model: Decoder, client: Client, ranks: Ranks, run: Path) -> Way:
-    """The way of `generation.engine_weights`. run: the run's directory. Raises ValueError if the server was started
-    without what it needs, or the model has no adapter."""
-    url, size = client.url, sum(part.whole_bytes for part in parts_on_disk(model).values())
+    """The way of `generation.engine_weights`. run: the run's directory. Raises ValueError if the model is none that the
+    way can send, or the server was started without what it needs."""
     if asked == "nccl":
         return Broadcast(client, ranks, model, facts)
-    if asked == "adapter" and not has_adapter(model):
-        raise ValueError("generation.engine_weights=adapter, but the run trains no adapter. Set lora.rank, or merged.")
-    layers = adapted_layers(model).values()
-    rank = max((layer.shape.rank * (1 if layer.start_A is None else 2) for layer in layers), default=0)
-    if asked == "adapter" and facts.max_adapter_rank < rank:
-        raise ValueError(
-            f"generation.engine_weights=adapter: {url} loads adapters of rank {facts.max_adapter_rank}, and the run's "
-            f"has {rank}. Start it with --enable-lora --max-lora-rank {rank}, or set generation.engine_weights=merged."
-        )
-    is_tied = model.config.tied_embeddings
-    if asked == "adapter" and is_tied and facts.unties_output:
-        raise ValueError(f"generation.engine_weights=adapter: {url} unties the output layer. Start it without that.")
-    if asked == "adapter" or (
-        asked == "auto" and rank and facts.max_adapter_rank >= rank and _suits_adapters(model, facts)
-    ):
-        folder = ranks.on_rank_zero(lambda: files_folder(client, run, 2 * adapter_bytes(model)))
+    problem = _problem_of_adapter(model, facts)
+    if asked == "adapter" and problem:
+        raise ValueError(f"generation.engine_weights=adapter: {problem} Or set generation.engine_weights=merged.")
+    if asked in ("adapter", "auto") and not problem:
+        folder = _folder(client, run, 2 * adapter_bytes(model), ranks)
         ranks.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a run that was killed
-        return Adapter(client, ranks, _removed_at_exit(folder, ranks))
+        return Adapter(client, ranks, folder)
+    is_tied = model.config.tied_embeddings
     if is_tied and facts.device == "cpu" and not facts.unties_output:
         raise ValueError(
-            f"{url} runs on a CPU, where vLLM keeps an old copy of a tied output layer when it loads weights. Start it "
-            """with --hf-overrides '{"tie_word_embeddings": false}'."""
+            f"{client.url} runs on a CPU, where vLLM keeps an old copy of a tied output layer when it loads weights. "
+            """Start it with --hf-overrides '{"tie_word_embeddings": false}'."""
         )
-    folder = ranks.on_rank_zero(lambda: files_folder(client, run, size))
-    return Merged(client, ranks, _removed_at_exit(folder, ranks), facts.unties_output and is_tied)
+    whole = empty_decoder(model.config, model.dtype)
+    size = sum(tensor.nbytes for tensor in whole.parameters())
+    return Merged(client, ranks, _folder(client, run, size, ranks), facts.unties_output and is_tied)
 
 
-def _suits_adapters(model: Decoder, facts: ServerFacts) -> bool:
-    """Whether vLLM loads the adapter: it refuses DoRA, trained rows and adapters of embeddings. The server has the
-    weights below the adapter, unless it unties the output layer."""
-    if model.config.tied_embeddings and facts.unties_output:
-        return False
+def _problem_of_adapter(model: Decoder, facts: ServerFacts) -> str:
+    """Why the server does not get the adapter alone; empty if it can."""
     layers = adapted_layers(model).values()
-    of_vocabulary = any(isinstance(layer, LoRAEmbedding | LoRAOutput) for layer in layers)
-    return not (of_vocabulary or trained_rows(model) or any(layer.shape.dora for layer in layers))
+    rank = max((layer.shape.rank * (1 if layer.start_A is None else 2) for layer in layers), default=0)
+    if not rank:
+        return "the run trains no adapter. Set lora.rank."
+    if facts.max_adapter_rank < rank:
+        start = f"Start it with --enable-lora --max-lora-rank {rank}."
+        return f"the server loads adapters of rank {facts.max_adapter_rank}, and the run's has {rank}. {start}"
+    if model.config.tied_embeddings and facts.unties_output:
+        return "the server was told that the output layer is not tied, and has none of its own. Start it without that."
+    if trained_rows(model) or any(isinstance(layer, LoRAEmbedding | LoRAOutput) for layer in layers):
+        return "vLLM loads no adapter of the embedding or the output layer. Change lora.target_modules."
+    if any(layer.shape.dora for layer in layers):
+        return "vLLM loads no DoRA. Set lora.dora=false."
+    return ""
 
 
-def _removed_at_exit(folder: Path, ranks: Ranks) -> Path:
-    """Return the folder, which rank 0 removes when its process ends."""
+def _folder(client: Client, run: Path, needed_bytes: int, ranks: Ranks) -> Path:
+    """The folder for files that the server reads, which rank 0 removes when its process ends: in memory if the server
+    is on this machine and they fit, otherwise in the run's directory."""
+    folder = ranks.on_rank_zero(lambda: _in_memory(run, needed_bytes) if client.is_local else None)
+    folder = folder or run.absolute() / "engine"
     if ranks.rank == 0:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
-def files_folder(client: Client, run: Path, needed_bytes: int) -> Path:
-    """The folder for files that the server reads: in memory if it is on this machine and `needed_bytes` fit, otherwise
-    in the run's directory."""
-    if client.is_local and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        # The same for each start of the run, so that a killed run leaves one copy at most.
-        name = hashlib.blake2b(bytes(run.absolute()), digest_size=8).hexdigest()
-        own = SHARED_MEMORY / f"lean_ft_{os.getuid()}_{name}"
-        taken = sum(file.stat().st_size for file in own.rglob("*") if file.is_file()) if own.is_dir() else 0
-        # A file is written beside the one that it replaces.
-        if shutil.disk_usage(SHARED_MEMORY).free + taken >= 1.2 * needed_bytes + _SPARE_BYTES:
-            return own
-    return run.absolute() / "engine"
+def _in_memory(run: Path, needed_bytes: int) -> Path | None:
+    """The run's folder in shared memory, if there is room. It is the same for each start of the run, so a killed run
+    leaves one copy at most."""
+    if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
+        return None
+    name = hashlib.blake2b(bytes(run.absolute()), digest_size=8).hexdigest()
+    folder = SHARED_MEMORY / f"lean_ft_{os.getuid()}_{name}"
+    with suppress(FileExistsError):
+        folder.mkdir()
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return None  # anyone can write to shared memory
+    taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    # A file is written beside the one that it replaces.
+    has_room = shutil.disk_usage(SHARED_MEMORY).free + taken >= 1.2 * needed_bytes + _SPARE_BYTES
+    return folder if has_room else None
