@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import groupby
 from pathlib import Path
 from threading import Semaphore, Thread
 from typing import Any, TypeVar
@@ -28,7 +27,8 @@ from lean_ft.generation.decoding import running_rows
 from lean_ft.generation.turns import Replies, RunningRow
 from lean_ft.models import Decoder
 from lean_ft.models.safetensors_file import write_file
-from lean_ft.peft import plain_tensors
+from lean_ft.peft import published_parts
+from lean_ft.system.shards import ALONE
 from lean_ft.tokenizers.loading import context_length
 from lean_ft.training.bad_steps import TrainingFailed
 
@@ -65,15 +65,9 @@ class Server:
     def give_weights(self, model: Decoder) -> None:
         """Raises TrainingFailed if the server does not load them."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        source, own_names = model.source, model.source.own_names
-        for layer, tensors in groupby(plain_tensors(model), key=lambda named: _layer_of(named[0])):
-            of_layer = {
-                own_names.get(place, place): source.turned(place, part)
-                for name, tensor in tensors
-                for place, part in source.stored(name, tensor.detach(), as_read=True)
-            }
-            write_file(self._folder / f"{layer}.safetensors", of_layer, {"format": "pt"})
-        self._weight_version, self._context = uuid4().hex, context_length(source.config)
+        for layer, parts in published_parts(model, ALONE):
+            write_file(self._folder / f"{layer}.safetensors", parts, {"format": "pt"})
+        self._weight_version, self._context = uuid4().hex, context_length(model.source.config)
         self._load(str(self._folder), self._weight_version)
         self._check_version()
 
@@ -239,9 +233,3 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
     Thread(target=run, daemon=True).start()
     return future
-
-
-def _layer_of(name: str) -> str:
-    """Return the file name of a tensor: its layer's name, or outside of layers its module's."""
-    parts = name.split(".")
-    return ".".join(parts[:3] if parts[:2] == ["model", "layers"] else parts[:-1])
