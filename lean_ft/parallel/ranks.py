@@ -30,7 +30,7 @@ from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
 from lean_ft.system.contents import Words, differences
 from lean_ft.system.launch import FAILURE_KEY, POLL_SECONDS, check_host, shared_store
-from lean_ft.system.shards import ALONE, Ranks
+from lean_ft.system.shards import ALONE, Cut, Ranks, local
 from lean_ft.system.world import world
 
 T = TypeVar("T")
@@ -265,12 +265,32 @@ class ManyRanks(Ranks):
         """Read how many of `num_rows` rows go to each rank and come from it, (2, n). The host waits for the device."""
         return counts.tolist()
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        values = local(tensor).detach()
+        for dim, placement in enumerate(getattr(tensor, "placements", ())):
+            if placement.is_shard() and mesh.size(dim) > 1:
+                rows = values.new_empty(-(-tensor.shape[0] // mesh.size(dim)), *tensor.shape[1:])
+                rows[: len(values)] = values
+                values = _gathered(rows, mesh.get_group(dim)).flatten(0, 1)[: tensor.shape[0]]
+        cut: Cut | None = getattr(tensor, "cut", None)
+        return values if cut is None else torch.cat([*_gathered(values, self.groups[cut.over])], cut.dim)
+
     def gather_no_more(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule  # here, since it imports the compiler
 
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _gathered(values: Tensor, group: Any) -> Tensor:
+    """All-gather: (ranks of the group, ...) from each rank's values (...) of any dtype."""
+    content = values.contiguous().view(-1).view(torch.uint8)  # some backends know few dtypes
+    gathered = content.new_empty(group.size() * len(content))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(gathered, content, group=group)
+    return gathered.view(values.dtype).view(-1, *values.shape)
 
 
 def _refuse_different(by_rank: Sequence[tuple[str, dict[str, Any]]]) -> None:

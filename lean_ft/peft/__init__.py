@@ -9,7 +9,7 @@ from lean_ft.peft.lora import (
     lr_ratios,
     quantize_as_loaded,
 )
-from lean_ft.peft.merging import MergeReport, load_merged, plain_tensors
+from lean_ft.peft.merging import MergeReport, load_merged
 from lean_ft.peft.peft_format import (
     adapter_bytes,
     adapter_parts,
@@ -19,6 +19,7 @@ from lean_ft.peft.peft_format import (
     restore_adapter,
     save_adapter,
 )
+from lean_ft.peft.published import published_parts
 from lean_ft.peft.stored_adapter import ids_of_rows, is_adapter, labels_of
 
 __all__ = [
@@ -39,7 +40,7 @@ __all__ = [
     "load_merged",
     "load_with_adapter",
     "lr_ratios",
-    "plain_tensors",
+    "published_parts",
     "quantize_as_loaded",
     "restore_adapter",
     "save_adapter",

@@ -40,7 +40,7 @@ class ExpertsAdapter(AdaptedLayer):
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         left, right = self.thin(torch.float32)
-        weight = self.frozen.whole(torch.float32)
+        weight = self.frozen.whole().float()  # in the dtype that products use, if it is quantized
         if self.formula.input_first:
             return torch.baddbmm(weight, left, right)
         return torch.baddbmm(weight, right.mT, left.mT)

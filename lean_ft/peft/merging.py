@@ -1,12 +1,11 @@
 """Merge an adapter into the base weights, in float32, rounded once.
 
-`plain_tensors` merges on copies, so that a run can merge while it trains. The report states the error of rounding to
-the model's dtype: bfloat16 keeps 8 bits of a weight, which may be few bits of a small change. An adapter trained on a
-quantized model is merged into the unquantized model, so the 4-bit errors are not part of the result, which therefore
-differs slightly from the trained model.
+The report states the error of rounding to the model's dtype: bfloat16 keeps 8 bits of a weight, which may be few bits
+of a small change. An adapter trained on a quantized model is merged into the unquantized model, so the 4-bit errors are
+not part of the result, which therefore differs slightly from the trained model. `lean_ft.peft.published` merges on
+copies while a run trains.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from lean_ft.models import Decoder, load_model
 from lean_ft.models.load_options import LoadKeywords, torch_dtype
-from lean_ft.models.source import own_tensors
-from lean_ft.peft.layers import AdaptedLayer, adapted_layers, base_modules
+from lean_ft.peft.layers import AdaptedLayer, adapted_layers
 from lean_ft.peft.lora import take_adapters_off
 from lean_ft.peft.new_rows import trained_rows
 from lean_ft.peft.peft_format import load_adapter
@@ -41,21 +39,6 @@ class MergeReport:
             f"merged an adapter into {self.num_layers} layers: relative change {self.change:.2g}, error of rounding to "
             f"{dtype} {self.rounding_error:.2g}{share}"
         )
-
-
-@torch.no_grad()
-def plain_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of the plain model by name, layer by layer, merging adapted ones on demand.
-
-    Raises ValueError for a quantized model.
-    """
-    layers = [*_mergeable_layers(model).values(), *trained_rows(model).values()]
-    frozen = {id(layer.frozen.tensors[0]): layer for layer in layers}
-    for place, module in base_modules(model):
-        for name, tensor in own_tensors(module):
-            layer = frozen.get(id(tensor))
-            whole = f"{place}.{name}".replace(".base_layer", "")
-            yield whole, tensor if layer is None else layer.merged_weight().to(tensor.dtype)
 
 
 @torch.no_grad()
@@ -105,18 +88,3 @@ def _mergeable_layers(model: Decoder) -> dict[str, AdaptedLayer]:
             quantized = f"{name} is quantized, and an adapter can be merged only into unquantized weights"
             raise ValueError(f"{quantized}. Load the model with lora.quantize=none, then the saved adapter.")
     return layers
-
-
-def published_parts(model, ranks):  # a sketch
-    from itertools import groupby
-    from lean_ft.system.shards import Part
-    source, own_names = model.source, model.source.own_names
-    def layer_of(name):
-        parts = name.split(".")
-        return ".".join(parts[:3] if parts[:2] == ["model", "layers"] else parts[:-1])
-    for layer, tensors in groupby(plain_tensors(model), key=lambda named: layer_of(named[0])):
-        yield layer, {
-                own_names.get(place, place): source.turned(place, part)
-                for name, tensor in tensors
-                for place, part in source.stored(name, tensor.detach(), as_read=True)
-            }

@@ -77,6 +77,11 @@ class Ranks:
     def check_same(self, what: dict[str, Any]) -> None:
         """Raise ValueError on every rank, naming the difference, unless all give the same plain data."""
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a parameter that may be sharded or divided, without its gradient; its own values if it is
+        whole here. All ranks call this."""
+        return tensor.detach()
+
     def gather_no_more(self, model: nn.Module) -> None:
         """Reshard all parameters of the model, including those that a pass without gradients left gathered."""
 

@@ -18,10 +18,11 @@ from lean_ft.peft import (
     load_adapter,
     load_merged,
     load_with_adapter,
-    plain_tensors,
+    published_parts,
     save_adapter,
 )
 from lean_ft.settings import LoRAConfig, ModelConfig
+from lean_ft.system.shards import ALONE
 from lean_ft.tokenizers import load_tokenizer
 from tests.recipes.conftest import run_recipe
 
@@ -118,9 +119,9 @@ def test_new_rows_train_as_with_peft(folder, targets, tmp_path):
         torch.testing.assert_close(again(ids), expected, atol=1e-4, rtol=1e-4)
         merged, _ = load_merged(tmp_path / saved, folder, dtype=torch.float32)
         torch.testing.assert_close(merged(ids), expected, atol=1e-4, rtol=1e-4)
-        tensors = dict(plain_tensors(again))
-        assert tensors.keys() == dict(merged.named_parameters()).keys()
-        assert all(torch.equal(tensor, merged.get_parameter(name)) for name, tensor in tensors.items())
+        parts = {name: part for _, layer in published_parts(again, ALONE) for name, part in layer.items()}
+        assert parts.keys() == dict(merged.named_parameters()).keys()
+        assert all(torch.equal(part.values, merged.get_parameter(name)) for name, part in parts.items())
     save_model(merged, tmp_path / "merged")
     reopened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(report.values())

@@ -56,7 +56,7 @@ def run(folder: Path, *settings: str, recipe_name: str = "finetune") -> None:
     recipe.main(load_config(recipe.Config, None, [*SETTINGS, f"output_dir={folder}", *given]))
 
 
-def make_mixture(folder: Path) -> None:
+def make_mixture(folder: Path, **settings: Any) -> None:
     """A model whose experts are stacks in memory, sharded between experts, and one tensor each on disk.
 
     Shards of vectors have at least 8 elements: a CPU's fused kernel rounds shorter remainders differently.
@@ -65,7 +65,7 @@ def make_mixture(folder: Path) -> None:
     mixture |= {"model_type": "qwen3_moe", "vocab_size": 768, "head_dim": 16}
     mixture |= {"router_aux_loss_coef": 0.1, "output_router_logits": True, "norm_topk_prob": True}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**QWEN, **mixture}))
+    (folder / "config.json").write_text(json.dumps({**QWEN, **mixture, **settings}))
     save_model(load_model(folder, random_init=True), folder)
     for file in resolve_model_path("tiny").glob("*token*"):
         shutil.copy(file, folder)

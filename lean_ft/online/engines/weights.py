@@ -28,9 +28,9 @@ from lean_ft.online.engines.client import Client, Refused
 from lean_ft.online.engines.replies import ServerFacts
 from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import LoRAEmbedding, LoRAOutput, adapted_layers
-from lean_ft.peft.merging import published_parts
 from lean_ft.peft.new_rows import trained_rows
 from lean_ft.peft.peft_format import adapter_bytes, save_adapter
+from lean_ft.peft.published import published_parts
 from lean_ft.system.shards import Ranks
 
 SHARED_MEMORY = Path("/dev/shm")
