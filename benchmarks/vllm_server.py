@@ -29,6 +29,7 @@ _SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all servers share one core
     "OMP_NUM_THREADS": "1",
 }
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs")

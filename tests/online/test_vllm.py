@@ -163,7 +163,7 @@ def test_runs_with_a_server(served: tuple[Path, Any], recipe: str, tmp_path: Pat
 
 def test_another_model_is_refused(served: tuple[Path, Any], tmp_path: Path) -> None:
     """The server loads what it can of other weights; the comparison of log-probabilities notices it."""
-    folder, server = served
+    _, server = served
     given = [*RUN, f"generation.engine_url={server.url}", "loss.correction=token_truncate", "max_steps=1"]
     with pytest.raises((ValueError, RuntimeError), match="computes another model|did not load the weights"):
         run_recipe("grpo", tmp_path / "run", *given, "model.path=tiny")

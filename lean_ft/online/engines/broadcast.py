@@ -38,7 +38,9 @@ class Broadcast:
             found = f"was started with {facts.weight_transfer or 'none'}"
             raise ValueError(f"generation.engine_weights=nccl: the server {found}. {self.remedy}")
         if model.device.type != "cuda":
-            raise ValueError(f"generation.engine_weights=nccl needs a GPU, and the run is on {model.device}. Set merged.")
+            raise ValueError(
+                f"generation.engine_weights=nccl needs a GPU, and the run is on {model.device}. Set merged."
+            )
         self._client, self._ranks, self._device = client, ranks, model.device
         self._communicator: Any = None
         self._problem: ServerError | None = None
