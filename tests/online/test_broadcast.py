@@ -1,8 +1,13 @@
 """Weights over NCCL, with a stand-in for NCCL and for the server that receives them."""
 
 import base64
+import ctypes
 import queue
+import shutil
+import subprocess
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ from torch import Tensor
 
 from lean_ft import load_model
 from lean_ft.models.source import tensors_on_disk
-from lean_ft.online.engines import broadcast
+from lean_ft.online.engines import broadcast, nccl
 from lean_ft.online.engines.broadcast import Broadcast
 from lean_ft.online.engines.client import Client, Refused
 from lean_ft.online.engines.replies import ServerFacts
@@ -33,18 +38,17 @@ class StandIn:
     def unique_id(self) -> bytes:
         return bytes(128)
 
-    def init_rank(self, size: int, unique_id: bytes, rank: int) -> str:
-        assert (size, unique_id, rank) == (3, bytes(128), 0)
-        return "communicator"
+    def Communicator(self, unique_id: bytes, size: int) -> "StandIn":
+        assert (size, unique_id) == (3, bytes(128))
+        return self
 
-    def all_reduce(self, tensors: list[Tensor], outputs: list[Tensor], comms: list[str]) -> None:
-        assert comms == ["communicator"] and tensors[0].numel() == 1
-        self.sent.put(tensors[0])
+    def all_reduce(self, tensor: Tensor) -> None:
+        assert tensor.numel() == 1
+        self.sent.put(tensor)
 
-    def broadcast(self, tensors: list[Tensor], comms: list[str]) -> None:
-        assert comms == ["communicator"] and all(tensor.is_contiguous() for tensor in tensors)
-        for tensor in tensors:
-            self.sent.put(tensor.clone())
+    def broadcast(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous()
+        self.sent.put(tensor.clone())
 
     def ask(self, route: str, content: dict[str, Any] | None = None, **_: Any) -> dict[str, Any]:
         self.asked.append(route)
@@ -87,6 +91,48 @@ def test_each_layer_is_announced_and_sent(standin: StandIn) -> None:
     assert base64.b64decode(standin.joined["nccl_unique_id_b64"]) == bytes(128)
     assert standin.asked.count("init_weight_transfer_engine") == 1
     assert standin.asked[-2:] == ["finish_weight_update", "resume"]
+
+
+# With the declarations of nccl.h. The handle is the address of the first bytes that a broadcast sends.
+LIBRARY = """
+#include <stddef.h>
+#include <string.h>
+typedef struct { char internal[128]; } ncclUniqueId;
+static char seen[256];
+const char* ncclGetErrorString(int code) { return code == 4 ? "invalid argument" : "other"; }
+int ncclGetUniqueId(ncclUniqueId* id) { memset(id->internal, 7, 128); return 0; }
+int ncclCommInitRank(void** handle, int size, ncclUniqueId id, int rank) {
+  if (size < 1 || rank != 0 || id.internal[127] != 7) return 4;
+  *handle = seen; return 0;
+}
+int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, void* handle, void* stream) {
+  if (from != to || root != 0 || handle != seen || type != 9) return 4;
+  memcpy(seen, from, 2 * count); return 0;
+}
+int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, void* handle, void* stream) {
+  return from == to && count == 1 && type == 7 && op == 0 && handle == seen ? 0 : 4;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="compiles a stand-in for NCCL")
+def test_the_library_gets_what_its_header_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nccl.c").write_text(LIBRARY)
+    built = tmp_path / "libnccl.so.2"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, tmp_path / "nccl.c"], check=True)
+    monkeypatch.setattr(ctypes, "CDLL", partial(lambda load, _: load(str(built)), ctypes.CDLL))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    nccl._library.cache_clear()
+    try:
+        unique_id = nccl.unique_id()
+        assert unique_id == bytes([7]) * 128
+        communicator = nccl.Communicator(unique_id, 2)
+        communicator.all_reduce(torch.zeros(1))
+        communicator.broadcast(torch.tensor([2.0, 3.0], dtype=torch.bfloat16))
+        with pytest.raises(RuntimeError, match="ncclCommInitRank failed: invalid argument"):
+            nccl.Communicator(unique_id, 0)
+    finally:
+        nccl._library.cache_clear()
 
 
 @pytest.mark.gpu

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.cuda import nccl
 
 from lean_ft.models import Decoder
+from lean_ft.online.engines import nccl
 from lean_ft.online.engines.client import Client, Refused, ServerError
 from lean_ft.online.engines.replies import ServerFacts
 from lean_ft.online.engines.threads import in_thread
@@ -42,7 +42,7 @@ class Broadcast:
                 f"generation.engine_weights=nccl needs a GPU, and the run is on {model.device}. Set merged."
             )
         self._client, self._ranks, self._device = client, ranks, model.device
-        self._communicator: Any = None
+        self._communicator: nccl.Communicator | None = None
         self._problem: ServerError | None = None
 
     def write(self, model: Decoder, version: str) -> int:
@@ -72,6 +72,8 @@ class Broadcast:
                 work()
             except ServerError as error:
                 self._problem = error
+            except (OSError, RuntimeError) as error:
+                self._problem = ServerError(f"The weights were not sent over NCCL: {error}.")
 
     def _begin(self) -> None:
         self._client.ask("pause?mode=wait", {})
@@ -79,7 +81,7 @@ class Broadcast:
             self._communicator = self._connect()
         self._client.ask("start_weight_update", {})
 
-    def _connect(self) -> Any:
+    def _connect(self) -> nccl.Communicator:
         """Join one communicator with the server's workers."""
         workers = self._client.ask("get_world_size").get("world_size")
         if type(workers) is not int or workers < 1:
@@ -89,10 +91,10 @@ class Broadcast:
         answer = in_thread(lambda: self._client.ask("init_weight_transfer_engine", {"init_info": joining}))
         _fail_early(answer)
         with torch.cuda.device(self._device):
-            communicator = nccl.init_rank(size, unique_id, 0)
+            communicator = nccl.Communicator(unique_id, size)
             # The workers begin with a sum of one element.
             one = torch.zeros(1, device=self._device)
-            nccl.all_reduce([one], [one], comms=[communicator])
+            communicator.all_reduce(one)
             torch.cuda.synchronize(self._device)
         answer.result()
         return communicator
@@ -107,9 +109,11 @@ class Broadcast:
         }
         answer = in_thread(lambda: self._client.ask("update_weights", {"update_info": announced}))
         _fail_early(answer)
+        communicator = self._communicator
+        assert communicator is not None
         with torch.cuda.device(self._device):
             for tensor in tensors:
-                nccl.broadcast([tensor], comms=[self._communicator])
+                communicator.broadcast(tensor)
             torch.cuda.synchronize(self._device)
         answer.result()
 
