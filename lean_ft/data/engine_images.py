@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from itertools import pairwise
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,53 +71,62 @@ def _kept_size(grids: Grids, rules: ImageRules) -> Size | None:
         return size if len(grids) == 1 and rules.keeps(size) else None
 
 
+class _Shown(NamedTuple):
+    """An image of a document."""
+
+    first: int  # token of it
+    end: int
+    before: str = ""  # text around it that the family writes
+    behind: str = ""
+    url: str = ""
+
+
 def with_placeholders(document: Document, rules: ImageRules, tokenizer: Tokenizer) -> EnginePrompt:
-    """A document with images, for an engine. Tokens behind the images may be sampled: they are text.
+    """A document with images, for an engine. Image tokens that were sampled behind the images stay text.
 
     Raises ValueError for an image that cannot be read or that the engine would change.
     """
-    placeholder = tokenizer.token_id(rules.placeholder)
+    placeholder, shown = tokenizer.token_id(rules.placeholder), _shown(document, rules)
     assert placeholder is not None, "check_rules was not called"
-    image, all_grids, parts, around = image_of_tokens(document), grids_of(document), list[dict[str, str]](), [("", "")]
-    spans = [(0, 0)]
-    for number, (reference, grids) in enumerate(zip(references_of(document), all_grids, strict=True)):
+    around = [_Shown(0, 0), *shown, _Shown(len(document), len(document))]
+    texts = [
+        _without(document.ids[one.end : next.first].tolist(), one.behind, next.before, tokenizer)
+        for one, next in pairwise(around)
+    ]
+    if any(placeholder in text for text in texts[:-1]):  # the engine replaces the first ones
+        raise ValueError(f"a prompt has a token {rules.placeholder} before an image that does not stand for an image.")
+    ids = texts[0]
+    for text in texts[1:]:
+        ids = [*ids, placeholder, *text]
+    return EnginePrompt(ids, [{"type": "image_url", "url": one.url} for one in shown])
+
+
+def _shown(document: Document, rules: ImageRules) -> list[_Shown]:
+    found, image = list[_Shown](), image_of_tokens(document)
+    for number, (reference, grids) in enumerate(zip(references_of(document), grids_of(document), strict=True)):
         if (size := _kept_size(grids, rules)) is None:
             rows, columns = grids[0]
             raise ValueError(
-                f"image {number + 1} of a prompt has {rows} x {columns} patches, and an engine would resize it again. "
-                "Set generation.engine=own, or remove its row."
+                f"image {number + 1} of a prompt has {columns} x {rows} patches after resizing, and an engine would "
+                "resize it again. Remove its row, or set generation.engine=own."
             )
         first, last = np.flatnonzero(image == number)[[0, -1]].tolist()
-        spans.append((first, last + 1))
         before, *_, behind = rules.layout(size).text.split(rules.token)
-        around.append((before, behind))
-        parts.append({"type": "image_url", "url": _LATEST.url(reference, grids, rules, size)})
-    spans.append((len(document), len(document)))
-    around.append(("", ""))
-    gaps = [
-        _without(document.ids[end:first].tolist(), behind, before, tokenizer)
-        for ((_, end), (first, _)), ((_, behind), (before, _)) in zip(pairwise(spans), pairwise(around), strict=True)
-    ]
-    if any(placeholder in gap for gap in gaps[:-1]):  # the engine replaces the first ones
-        raise ValueError(f"a prompt has a token {rules.placeholder} before an image that does not stand for an image.")
-    ids = gaps[0]
-    for gap in gaps[1:]:
-        ids = [*ids, placeholder, *gap]
-    return EnginePrompt(ids, parts)
+        found.append(_Shown(first, last + 1, before, behind, _LATEST.url(reference, grids, rules, size)))
+    return found
 
 
 def _without(ids: list[int], start: str, end: str, tokenizer: Tokenizer) -> list[int]:
     """The tokens without the texts that the family writes around images: `start`, of the image before them, and `end`,
     of the image behind them. Tokens may cross a border, as merged line breaks do."""
     num_first = next(n for n in range(len(ids) + 1) if len(tokenizer.decode(ids[:n])) >= len(start))
-    num_last = next(n for n in range(len(ids) + 1) if len(tokenizer.decode(ids[len(ids) - n :])) >= len(end))
-    if num_first + num_last > len(ids):
-        text = tokenizer.decode(ids)
-        return tokenizer.encode(text.removeprefix(start).removesuffix(end))
-    first, last = tokenizer.decode(ids[:num_first]), tokenizer.decode(ids[len(ids) - num_last :])
+    from_last = next(n for n in range(len(ids), -1, -1) if len(tokenizer.decode(ids[n:])) >= len(end))
+    if num_first > from_last:
+        return tokenizer.encode(tokenizer.decode(ids)[len(start) :].removesuffix(end))
+    first, last = tokenizer.decode(ids[:num_first]), tokenizer.decode(ids[from_last:])
     assert first.startswith(start) and last.endswith(end), (first, last)
-    inner = ids[num_first : len(ids) - num_last]
-    return tokenizer.encode(first.removeprefix(start)) + inner + tokenizer.encode(last.removesuffix(end))
+    inner = ids[num_first:from_last]
+    return tokenizer.encode(first[len(start) :]) + inner + tokenizer.encode(last.removesuffix(end))
 
 
 class _Latest:
