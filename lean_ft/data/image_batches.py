@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lean_ft.data.images import BLANK, IMAGE_ROW, num_embeddings, references_of
+from lean_ft.data.images import BLANK, IMAGE_ROW, Grids, grids_of, num_embeddings, opened, references_of
 from lean_ft.data.kinds import OfBatch
 from lean_ft.images.batch import Images
 from lean_ft.images.rules import ImageRules
@@ -22,9 +22,7 @@ from lean_ft.system.environment import usable_cores
 
 if TYPE_CHECKING:
     from lean_ft.data.collate import Placed
-    from lean_ft.data.columns import Columns, Document
-
-Grids = tuple[tuple[int, int], ...]
+    from lean_ft.data.columns import Columns
 
 
 @dataclass(frozen=True)
@@ -76,23 +74,15 @@ def images_of_batch(columns: Columns, placed: Placed, rules: ImageRules) -> Imag
         ends = np.cumsum(lengths := num_embeddings(document.per_document, rules.merge))
         embedding = of_tokens[tokens[begin:end]] - 1
         image = np.searchsorted(ends, embedding, side="right")
-        starts, of_images = np.zeros(len(ends), dtype=np.int64), _images(document)
+        starts, references, of_images = np.zeros(len(ends), dtype=np.int64), references_of(document), grids_of(document)
         for i in np.unique(image).tolist():
-            reference, its_grids = of_images[i]
+            reference = references[i]
             if reference not in firsts:
-                firsts[reference], grids[reference] = num_rows, its_grids
+                firsts[reference], grids[reference] = num_rows, of_images[i]
                 num_rows += int(lengths[i])
             starts[i], num_images = firsts[reference], num_images + 1
         shown[begin:end] = starts[image] + embedding - (ends - lengths)[image]
     return ImagesOfBatch(grids, placed.place[tokens], shown, num_images, rules)
-
-
-def _images(document: Document) -> list[tuple[bytes, Grids]]:
-    """The reference and the grids of each image of a document."""
-    columns = document.per_document
-    of_images = np.split(columns["image_grids"].reshape(-1, 2), np.cumsum(columns["image_tiles"])[:-1])
-    grids = [tuple((int(rows), int(wide)) for rows, wide in some) for some in of_images]
-    return [*zip(references_of(document), grids, strict=True)]
 
 
 def _num_patches(grids: Grids) -> int:
@@ -102,14 +92,9 @@ def _num_patches(grids: Grids) -> int:
 def _read(reference: bytes, grids: Grids, patches: np.ndarray, rules: ImageRules) -> None:
     if reference.startswith(BLANK):
         return
-    from lean_ft.images.reading import open_image, read_patches, size_of  # here, since texts do not need Pillow
+    from lean_ft.images.reading import read_patches  # here, since texts do not need Pillow
 
-    with open_image(reference, rules) as image:
-        if rules.layout(size_of(image)).grids != grids:
-            raise ValueError(
-                f"{getattr(image, 'filename', '') or 'an image'} now has {image.width} x {image.height} pixels, "
-                "another size than when its row was prepared. Start the run again."
-            )
+    with opened(reference, grids, rules) as image:
         read_patches(image, rules, patches)
 
 

@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -45,7 +45,7 @@ import numpy as np
 
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.foreign_fields import is_given, refuse_part_keys
-from lean_ft.data.kinds import Insert, Kind, OfBatch
+from lean_ft.data.kinds import EnginePrompt, Insert, Kind, OfBatch
 from lean_ft.data.media import image_fields
 from lean_ft.data.part_types import Messages, PartType, UnreadablePartError
 from lean_ft.data.report import DataReport
@@ -58,6 +58,8 @@ from lean_ft.tokenizers import Tokenizer
 from lean_ft.tokenizers.passages import Passage, Runs, with_part_texts
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from lean_ft.data.collate import Placed
     from lean_ft.models import Decoder
 
@@ -65,6 +67,7 @@ IMAGE_ROW, POSITION_SHIFT = "image_row", "position_shift"  # columns of tokens
 OF_IMAGES = "image_"  # prefix of the columns of images
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _UNTYPED_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")  # of an image part without a type
+Grids = tuple[tuple[int, int], ...]
 BLANK = b"blank "  # begins the reference of an image of a plan, which has no pixels
 
 
@@ -320,7 +323,7 @@ def num_embeddings(columns: Mapping[str, np.ndarray], merge: int) -> np.ndarray:
     return np.diff(of_grids[np.append(0, np.cumsum(columns["image_tiles"]))])
 
 
-def _image_of_tokens(document: Document) -> np.ndarray:
+def image_of_tokens(document: Document) -> np.ndarray:
     """(T,) number of the image that each token shows, -1 for text."""
     if not has_images(document):
         return np.full(len(document), -1)
@@ -340,6 +343,28 @@ def references_of(document: Document) -> list[bytes]:
     references = document.per_document["image_refs"].tobytes()
     ends = np.cumsum(document.per_document["image_ref_lengths"]).tolist()
     return [references[start:end] for start, end in pairwise([0, *ends])]
+
+
+def grids_of(document: Document) -> list[Grids]:
+    """The grids of each image of a document."""
+    columns = document.per_document
+    of_images = np.split(columns["image_grids"].reshape(-1, 2), np.cumsum(columns["image_tiles"])[:-1])
+    return [tuple((int(rows), int(wide)) for rows, wide in some) for some in of_images]
+
+
+@contextmanager
+def opened(reference: bytes, grids: Grids, rules: ImageRules) -> Iterator[Image]:
+    """Open an image of a document, which has these grids. Raises ValueError if it is unreadable, or if its size is not
+    what it was when its row was prepared."""
+    from lean_ft.images.reading import open_image, size_of  # here, since texts do not need Pillow
+
+    with open_image(reference, rules) as image:
+        if rules.layout(size_of(image)).grids != grids:
+            raise ValueError(
+                f"{getattr(image, 'filename', '') or 'an image'} now has {image.width} x {image.height} pixels, "
+                "another size than when its row was prepared. Start the run again."
+            )
+        yield image
 
 
 def rules_of(document: Document) -> ImageRules:
@@ -404,7 +429,7 @@ class ImageKind(Kind):
 
     def next_cut(self, document: Document, place: int) -> int:
         """Behind the image whose tokens would be cut."""
-        image = _image_of_tokens(document)
+        image = image_of_tokens(document)
         last = image[:place].max(initial=-1)
         return place if last < 0 else max(place, int(np.flatnonzero(image == last)[-1]) + 1)
 
@@ -462,7 +487,7 @@ class ImageKind(Kind):
         opened."""
         from lean_ft.images.reading import open_image, size_of, thumbnail_url
 
-        image, references, shown = _image_of_tokens(document), references_of(document), []
+        image, references, shown = image_of_tokens(document), references_of(document), []
         for number in np.unique(image[image >= 0]).tolist():
             first, last = np.flatnonzero(image == number)[[0, -1]].tolist()
             with open_image(references[number]) as opened:
@@ -470,6 +495,16 @@ class ImageKind(Kind):
             text = f"[image {size.width}x{size.height}, {last + 1 - first:,} tokens]"
             shown.append(Insert(first, last + 1, text, partial(thumbnail_url, references[number])))
         return shown
+
+    def check_engine(self, tokenizer: Tokenizer) -> None:
+        from lean_ft.data.engine_images import check_rules  # loads Pillow
+
+        check_rules(self.rules, tokenizer)
+
+    def engine_prompt(self, document: Document, tokenizer: Tokenizer) -> EnginePrompt:
+        from lean_ft.data.engine_images import with_placeholders
+
+        return with_placeholders(document, self.rules, tokenizer)
 
 
 def image_part(path: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:

@@ -43,6 +43,14 @@ class Insert(NamedTuple):
     picture: Callable[[], str] | None = None  # makes the data URL of a small picture
 
 
+class EnginePrompt(NamedTuple):
+    """A document as a request to an inference engine has it: the engine expands placeholders to the document's ids."""
+
+    ids: list[int]
+    parts: list[dict[str, str]]
+    """Content parts, as in OpenAI's chats, in the order of the placeholders."""
+
+
 class Kind:
     """Behavior of some columns. Kinds are equal if they behave alike, and can be pickled."""
 
@@ -128,10 +136,30 @@ class Kind:
         """What this kind adds to a document, for previews. Raises ValueError for a file that cannot be read."""
         return []
 
+    def check_engine(self, tokenizer: Tokenizer) -> None:
+        """Raise ValueError if an inference engine would read parts of this unit otherwise than the trainer."""
+        raise NotImplementedError
+
+    def engine_prompt(self, document: Document, tokenizer: Tokenizer) -> EnginePrompt:
+        """A document that has something of this kind, for an inference engine. Raises ValueError for a part that cannot
+        be read, or that the engine would read otherwise."""
+        raise NotImplementedError
+
 
 def kinds_in(document: Document) -> list[Kind]:
     """The kinds of which a document has anything: none if it is a text, with or without the columns of kinds."""
     return [kind for kind in document.kinds if kind.is_in(document)]
+
+
+def engine_prompt(document: Document, tokenizer: Tokenizer) -> EnginePrompt:
+    """The document for an inference engine. Raises ValueError as `Kind.engine_prompt`, and for parts of several
+    kinds."""
+    kinds = kinds_in(document)
+    if len(kinds) > 1:
+        raise ValueError(f"an engine gets no document with {' and '.join(f'{kind.unit}s' for kind in kinds)}.")
+    if kinds:
+        return kinds[0].engine_prompt(document, tokenizer)
+    return EnginePrompt(document.ids.tolist(), [])
 
 
 def next_cut(document: Document, place: int) -> int:

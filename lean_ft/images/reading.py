@@ -137,6 +137,15 @@ def decoded(image: Image.Image) -> Image.Image:
         return _in_rgb(Upright(image))
 
 
+def resized(image: Image.Image, rules: ImageRules, size: Size) -> bytes:
+    """A PNG file of the upright image in RGB in this size, resized as the rules say: its pixels are those of
+    `read_patches`. Raises ValueError if the image is broken."""
+    file, encoding_bytes = io.BytesIO(), 8 * size.width * size.height  # the pixels in RGB, and the file
+    with _plain_errors(_name_of(image)), limits.memory(_working_bytes(image, rules) + encoding_bytes):
+        _in_rgb(Upright(image).resized(size, rules.resample)).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
 def read_patches(image: Image.Image, rules: ImageRules, patches: np.ndarray) -> None:
     """Write an image's patches by the rules of a family. Raises ValueError if it is broken."""
     with _plain_errors(_name_of(image)), limits.memory(_working_bytes(image, rules)):

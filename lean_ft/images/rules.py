@@ -89,6 +89,11 @@ class ImageRules:
         grids = tuple((rows * self.merge, columns * self.merge) for rows, columns in tokens)
         return ImageLayout(grids, *self.text(cut, tokens))
 
+    def keeps(self, size: Size) -> bool:
+        """Whether the family's own processor, without `max_tokens`, leaves an image of this size as it is."""
+        cut = self.limited(None)._cut(size)
+        return {*cut.sizes} == {size} and cut.rows * cut.columns == 1 and cut.thumbnail is None
+
     def limited(self, max_tokens: int | None) -> "ImageRules":
         """These rules with images scaled down to at most `max_tokens` tokens. Raises ValueError if images cannot have
         so few."""
