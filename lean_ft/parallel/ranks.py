@@ -24,7 +24,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lean_ft.data.rows import IGNORED
 from lean_ft.settings import ParallelConfig
@@ -266,10 +266,10 @@ class ManyRanks(Ranks):
         return counts.tolist()
 
     def whole(self, tensor: Tensor) -> Tensor:
-        mesh: Any = getattr(tensor, "device_mesh", None)
+        mesh: DeviceMesh | None = getattr(tensor, "device_mesh", None)
         values = local(tensor).detach()
         for dim, placement in enumerate(getattr(tensor, "placements", ())):
-            if placement.is_shard() and mesh.size(dim) > 1:
+            if mesh is not None and placement.is_shard() and mesh.size(dim) > 1:
                 rows = values.new_empty(-(-tensor.shape[0] // mesh.size(dim)), *tensor.shape[1:])
                 rows[: len(values)] = values
                 values = _gathered(rows, mesh.get_group(dim)).flatten(0, 1)[: tensor.shape[0]]
@@ -284,7 +284,7 @@ class ManyRanks(Ranks):
                 module.reshard()
 
 
-def _gathered(values: Tensor, group: Any) -> Tensor:
+def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather: (ranks of the group, ...) from each rank's values (...) of any dtype."""
     content = values.contiguous().view(-1).view(torch.uint8)  # some backends know few dtypes
     gathered = content.new_empty(group.size() * len(content))

@@ -16,6 +16,7 @@ from lean_ft.models.moe import Experts
 from lean_ft.peft.layers import AdaptedLayer, AdapterShape
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
+_MERGED_NUMBERS = 2**26  # weights merged at a time
 
 
 class ExpertsAdapter(AdaptedLayer):
@@ -38,12 +39,18 @@ class ExpertsAdapter(AdaptedLayer):
         return (a.mT, b.mT) if self.is_transposed == self.formula.input_first else (b, a)
 
     @torch.no_grad()
-    def merged_weight(self) -> Tensor:
+    def merged_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As of one matrix, or rounded once to `dtype`. Some experts at a time take memory besides the result."""
         left, right = self.thin(torch.float32)
-        weight = self.frozen.whole().float()  # in the dtype that products use, if it is quantized
-        if self.formula.input_first:
-            return torch.baddbmm(weight, left, right)
-        return torch.baddbmm(weight, right.mT, left.mT)
+        frozen = self.frozen
+        merged = torch.empty(frozen.form.shape, dtype=dtype, device=frozen.tensors[0].device)
+        step = max(1, _MERGED_NUMBERS // merged[0].numel())
+        for some in (slice(first, first + step) for first in range(0, len(merged), step)):
+            a, b = left[some], right[some]
+            # In the dtype that products use, if it is quantized.
+            weight = frozen.whole(experts=some).float()
+            merged[some] = torch.baddbmm(weight, *((a, b) if self.formula.input_first else (b.mT, a.mT)))
+        return merged
 
 
 class LoRAExperts(nn.Module):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lean_ft.models import Decoder
 from lean_ft.models.frozen_weight import Frozen, FrozenParameter
 from lean_ft.models.source import own_tensors
+from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import AdaptedLayer, adapted_layers, base_modules
 from lean_ft.peft.new_rows import TrainedRows, trained_rows
 from lean_ft.system.shards import Part, Ranks, whole_shape
@@ -77,7 +78,7 @@ class _PlainTensor:
         form = self.holder.frozen.form
         with _whole(self.holder, ranks):
             if is_mine:
-                return _weight_of(self.holder).to(form.dtype)
+                return _weight_of(self.holder)
         shape = whole_shape(self.tensor) if form.kind == "plain" else form.shape
         return torch.empty(shape, dtype=form.dtype, device="meta")
 
@@ -101,7 +102,10 @@ def _first(frozen: Frozen) -> Tensor:
 
 
 def _weight_of(holder: Holder) -> Tensor:
-    return holder.frozen.whole() if isinstance(holder, FrozenParameter) else holder.merged_weight()
+    if isinstance(holder, FrozenParameter):
+        return holder.frozen.whole()
+    dtype = holder.frozen.form.dtype
+    return holder.merged_weight(dtype) if isinstance(holder, ExpertsAdapter) else holder.merged_weight().to(dtype)
 
 
 @contextmanager
