@@ -74,9 +74,7 @@ class Sampler:
         if self._generation.engine == "own":
             return None
         longest = min(self._longest, context_length(self._model.source.config) or self._longest)
-        server = VLLMServer(self._generation, self._output_dir, longest, self._ranks)
-        server.check_tokenizer(self._tokenizer)
-        return server
+        return VLLMServer(self._generation, self._output_dir, longest, self._tokenizer, self._ranks)
 
     def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Completion]:
         """seed: of the round. Raises as `lean_ft.generation.sample`, `Round` and `VLLMServer` do."""
@@ -100,6 +98,8 @@ class Sampler:
         """seed: of a round."""
         if (server := self._server) is not None:
             wait([] if self._under_way is None else [self._under_way])
+            for kind in prompts[0].text.kinds:
+                kind.check_engine(self._tokenizer)
             server.publish(self._model)
             if server.num_published <= 2:  # an adapter changes nothing before its first update
                 texts = [prompt.text for prompt in prompts[:: self._generation.num_answers]][:NUM_PROMPTS]

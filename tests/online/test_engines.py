@@ -417,7 +417,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, train: Callable[..., Path], s
 def engine_of(server: Server, folder: Path, **settings: Any) -> VLLMServer:
     url = f"http://127.0.0.1:{server.server_port}"
     generation = GenerationConfig.model_validate({"engine": "vllm", "engine_url": url, **settings})
-    return VLLMServer(generation, folder, 100)
+    return VLLMServer(generation, folder, 100, server.tokenizer)
 
 
 HOW = Sampling(4, seed=3, temperature=1.0)

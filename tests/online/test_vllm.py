@@ -59,7 +59,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def engine_of(server: VLLMProcess, run: Path, **settings: Any) -> VLLMServer:
     generation = GenerationConfig.model_validate({"engine": "vllm", "engine_url": server.url, **settings})
-    return VLLMServer(generation, run, 512)
+    return VLLMServer(generation, run, 512, load_tokenizer("tiny"))
 
 
 def documents() -> list[Document]:

@@ -25,6 +25,7 @@ from typing import Any
 from uuid import uuid4
 
 from lean_ft.data.columns import Document
+from lean_ft.data.kinds import engine_prompt
 from lean_ft.generation import Completion, Sampling
 from lean_ft.generation.decoding import running_rows
 from lean_ft.generation.turns import Replies, RunningRow
@@ -57,13 +58,16 @@ _PROBE = "Hello, wörld! 12 + 345 = 357\n"
 class VLLMServer:
     """A vLLM server that samples for a run."""
 
-    def __init__(self, generation: GenerationConfig, run: Path, longest: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, generation: GenerationConfig, run: Path, longest: int, tokenizer: Tokenizer, ranks: Ranks = ALONE
+    ) -> None:
         """run: the run's directory; longest: tokens of a prompt with its completion. All ranks call it.
 
         Waits for a server that does not answer yet. Raises ValueError if none answers, or if it was started without
         what a run needs.
         """
         self._client, self._ranks, self._run = Client(generation.engine_url), ranks, run
+        self._tokenizer = tokenizer
         self._weights, self._patience_seconds = generation.engine_weights, generation.engine_seconds
         self._way: Way | None = None
         self.num_published, self._moved = 0, ""
@@ -71,6 +75,7 @@ class VLLMServer:
         self._context: int | None = None  # of the model
         self._places, self._repair = Semaphore(MOST_REQUESTS), Lock()
         self.facts: ServerFacts = ranks.on_rank_zero(partial(self._meet, longest))
+        ranks.on_rank_zero(self._check_tokenizer)
 
     def _meet(self, longest: int) -> ServerFacts:
         url, remedy = self._client.url, f"Start it with `{COMMAND}`, and set generation.engine_url."
@@ -92,22 +97,18 @@ class VLLMServer:
             )
         return facts
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+    def _check_tokenizer(self) -> None:
         """Raise ValueError if the server writes texts with other ids. Servers without a tokenizer are not checked."""
-        own = tokenizer.encode(_PROBE)
-
-        def check() -> None:
-            try:
-                reply = self._client.ask("tokenize", {"prompt": _PROBE, "add_special_tokens": False})
-            except Refused:
-                return
-            if isinstance(found := reply.get("tokens"), list) and found != own:
-                raise ValueError(
-                    f"generation.engine=vllm: {self._client.url} has another tokenizer: it writes {_PROBE!r} as "
-                    f"{str(found[:12])[:100]}, and the run's as {own[:12]}. Serve the folder that model.path names."
-                )
-
-        self._ranks.on_rank_zero(check)
+        own = self._tokenizer.encode(_PROBE)
+        try:
+            reply = self._client.ask("tokenize", {"prompt": _PROBE, "add_special_tokens": False})
+        except Refused:
+            return
+        if isinstance(found := reply.get("tokens"), list) and found != own:
+            raise ValueError(
+                f"generation.engine=vllm: {self._client.url} has another tokenizer: it writes {_PROBE!r} as "
+                f"{str(found[:12])[:100]}, and the run's as {own[:12]}. Serve the folder that model.path names."
+            )
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
@@ -228,8 +229,9 @@ class VLLMServer:
         raise outage
 
     def _ask_turn(self, text: Document, how: Sampling) -> Turn:
+        prompt = engine_prompt(text, self._tokenizer)
         request: dict[str, Any] = {
-            "token_ids": text.ids.tolist(),
+            "token_ids": prompt.ids,
             "sampling_params": {
                 "max_tokens": how.max_new_tokens,
                 # Send every setting: the server takes missing ones from the model's generation_config.json.
@@ -246,9 +248,12 @@ class VLLMServer:
         }
         if self._model is not None:
             request["model"] = self._model
+        if prompt.parts:  # the server returns the ids that it has made of their placeholders
+            request |= {"content_parts": prompt.parts, "return_token_ids": True}
         size = BYTES_PER_TOKEN * (how.max_new_tokens + len(text) + 2**12)
         reply = self._client.ask("inference/v1/generate", request, max_bytes=size)
-        return read_turn(reply, how.max_new_tokens, self._vocab_size, None)
+        expanded = text.ids.tolist() if prompt.parts else None
+        return read_turn(reply, how.max_new_tokens, self._vocab_size, expanded)
 
     # Outages ----------------------------------------------------------------------------------------------------------
 
