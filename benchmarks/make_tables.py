@@ -41,6 +41,7 @@ BENCHMARKS = (
     "bfloat16_products",
     "against_transformers",
     "embeddings",
+    "engines",
     "optimizer_step",
     "data_preparation",
     "loading",
