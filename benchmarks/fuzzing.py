@@ -62,7 +62,10 @@ from lean_ft.images.pixels import Upright
 from lean_ft.images.reading import Size, check, decoded, open_image, read_patches, reference, size_of
 from lean_ft.images.rules import image_rules
 from lean_ft.models import empty_model, load_model, save_model
+from lean_ft.models.config import DenseConfig
 from lean_ft.models.safetensors_file import read_header, write_file
+from lean_ft.online.engines import replies
+from lean_ft.online.engines.client import ServerError, read_object
 from lean_ft.online.recorded_results import RecordedResults
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
@@ -1014,11 +1017,11 @@ def _requests(folder: Path) -> dict[str, Target]:
 
 def _embeddings(folder: Path) -> dict[str, Target]:
     """Files of sentence-transformers folders, and requests for vectors and scores."""
-    from lean_ft.embedding.folder import DenseLayer, ScoresOf, VectorsOf
+    from lean_ft.embedding.folder import ScoresOf, VectorsOf
     from lean_ft.generation.embedding_requests import EmbeddingRequest, RerankRequest
     from lean_ft.generation.requests import Refused
 
-    how = VectorsOf("mean", True, "q: ", "p: ", 64, (DenseLayer("2_Dense", 8, 4),), {"x": "y"}, "x")
+    how = VectorsOf("mean", True, "q: ", "p: ", 64, (DenseConfig("2_Dense", 8, 4, True, "Tanh"),), {"x": "y"}, "x")
     values = {"vectors": how.files(8), "scores": ScoresOf("{query} {passage}", (1, 2), 64).files()}
     seeds = {kind: {name: as_json(value) for name, value in files.items()} for kind, files in values.items()}
     seeds["vectors"]["tokenizer_config.json"] = b'{"model_max_length": 512}'
@@ -1109,6 +1112,31 @@ def _tool_results(folder: Path) -> dict[str, Target]:
     }
 
 
+def _engine(folder: Path) -> dict[str, Target]:
+    """What a sampling server answers."""
+    file = folder / "reply.json"
+    content = [{"token_id": token, "logprob": -0.5 * token} for token in (5, 6, 2)]
+    spans = [{"version": "merged-1", "start": 0, "end": 3}]
+    choice = {"token_ids": [5, 6, 2], "finish_reason": "stop", "logprobs": {"content": content}}
+    turn = {"choices": [{**choice, "weight_versions": spans}], "prompt_token_ids": [1, 2]}
+    model = {"max_model_len": 512, "logprobs_mode": "processed_logprobs", "hf_overrides": {}}
+    info = {"model_config": model, "lora_config": {"max_lora_rank": 16}, "device_config": {"device": "cuda"}}
+
+    def read() -> None:
+        try:
+            reply = read_object(file.read_bytes(), "the server")
+            if "choices" in reply:
+                turn = replies.read_turn(reply, 4, 100, [1, 2])
+                assert len(turn.ids) == len(turn.log_probs) <= 4 and all(0 <= one < 100 for one in turn.ids)
+            else:
+                replies.read_facts(reply, reply)
+        except ServerError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    seeds = [as_json(one) for one in (turn, {"vllm_config": info, "version": "0.32.0"})]
+    return {"replies of an engine": Target(6, file, seeds, break_json, read, (2.0, 200 * 2**20))}
+
+
 def _odd_values(folder: Path) -> dict[str, Target]:
     """Names in the JSON of rows, and what environments and tools return."""
     rows, seeds, read_rows = names_in_json(folder)
@@ -1133,6 +1161,7 @@ _KINDS = (
     _embeddings,
     _turns,
     _tool_results,
+    _engine,
     _odd_values,
 )
 

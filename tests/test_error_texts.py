@@ -42,7 +42,7 @@ SHOWN = {
     "notebook.py: _write_rows": USER,
     "online/environments.py: failing": USER,
     "online/environments.py: state": USER,
-    "online/servers.py: __init__": "our own error",
+    "online/engines/broadcast.py: _try": LIBRARY,
     "plan/beforehand.py: answer_a_question": "sent to the process that asked",
     "system/catalog.py: load_recipe": USER,
     "system/environment.py: bitsandbytes_problem": LIBRARY,

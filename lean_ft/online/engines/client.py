@@ -102,7 +102,7 @@ class Client:
             raise Unreachable(f"{place} does not answer: {reason}.") from None
         if expected.isdecimal() and len(text) < int(expected):
             raise Unreachable(f"{place} does not answer: its reply has {len(text):,} of {int(expected):,} bytes.")
-        return _object(text, place)
+        return read_object(text, place)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -129,7 +129,7 @@ def _read(reply: _Readable, max_bytes: int, place: str) -> bytes:
     return b"".join(parts)
 
 
-def _object(text: bytes, place: str) -> dict[str, Any]:
+def read_object(text: bytes, place: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
