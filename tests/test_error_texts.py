@@ -43,6 +43,8 @@ SHOWN = {
     "online/environments.py: failing": USER,
     "online/environments.py: state": USER,
     "online/engines/broadcast.py: _try": LIBRARY,
+    "online/engines/server.py: _load": "our own error",
+    "online/engines/server.py: _meet": "our own error",
     "plan/beforehand.py: answer_a_question": "sent to the process that asked",
     "system/catalog.py: load_recipe": USER,
     "system/environment.py: bitsandbytes_problem": LIBRARY,

@@ -21,6 +21,7 @@ REFUSED = [
     ("ppo", "generation.turn_discount=0.9", "is used only with tools or an environment"),
     ("grpo", "tools.seconds=5", "used only with tools.functions or an environment"),
     ("grpo", f"{TOOLS} data.chat=false", "need a chat template"),
+    ("grpo", "generation.engine_weights=merged", "is used only with generation.engine=vllm"),
     ("grpo", "generation.engine_seconds=9", "is used only with generation.engine=vllm"),
     ("grpo", f"{SERVER} generation.engine_weights=adapter", "and the run trains no adapter. Set lora.rank"),
     ("online_dpo", "generation.ahead=1", "both need the same device and weights"),
