@@ -38,7 +38,8 @@ def published_parts(
     merges have no values. The sum of `Part.whole_bytes` is the number of bytes that are published. A tied weight is
     yielded once, as the embedding.
 
-    Besides a layer's tensors, at most one gathered weight and its merged copy in float32 are in memory.
+    In memory are one layer's tensors, one gathered weight, and two float32 copies of it, or of some experts of a stack.
+    A mapping is emptied when the caller asks for the next one.
 
     Args:
         on_rank_zero: gather all tensors whole on rank 0, for a transfer that no other rank takes part in.
@@ -57,6 +58,7 @@ def published_parts(
                 stored = stored if is_mine else ((place, _kept_by_others(part)) for place, part in stored)
             parts |= {own_names.get(place, place): source.turned(place, part) for place, part in stored}
         yield layer, parts
+        parts.clear()
 
 
 Holder = AdaptedLayer | TrainedRows | FrozenParameter
