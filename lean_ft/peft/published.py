@@ -6,8 +6,8 @@ quantized model, the result is what the policy computes, with the errors of its 
 W' is the dequantized weight. `load_merged`, which writes finished models, merges into the unquantized model instead,
 because there these errors would only be a loss.
 
-With several ranks, tensors that a parameter stores as they are stay in parts. For other tensors, all ranks gather one
-weight and its adapter, and the ranks take turns in merging. So each rank computes the same bits as a single process.
+With several ranks, each rank has its part of a tensor that is a parameter of the run. For other tensors, all ranks
+gather the weight and its adapter, and the ranks take turns in merging. So the bits are those of a single process.
 """
 
 from collections.abc import Iterator, Mapping
