@@ -6,8 +6,8 @@ quantized model, the result is what the policy computes, with the errors of its 
 W' is the dequantized weight. `load_merged`, which writes finished models, merges into the unquantized model instead,
 because there these errors would only be a loss.
 
-With several ranks, tensors that a parameter stores as they are stay in parts. For other tensors, all ranks gather one
-weight and its adapter, and the ranks take turns in merging. So each rank computes the same bits as a single process.
+With several ranks, each rank has its part of a tensor that is a parameter of the run. For other tensors, all ranks
+gather the weight and its adapter, and the ranks take turns in merging. So the bits are those of a single process.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,8 @@ def published_parts(
     merges have no values. The sum of `Part.whole_bytes` is the number of bytes that are published. A tied weight is
     yielded once, as the embedding.
 
-    Besides a layer's tensors, at most one gathered weight and its merged copy in float32 are in memory.
+    In memory are one layer's tensors, one gathered weight, and two float32 copies of it, or of some experts of a stack.
+    A mapping is emptied when the caller asks for the next one.
 
     Args:
         on_rank_zero: gather all tensors whole on rank 0, for a transfer that no other rank takes part in.
@@ -57,6 +58,7 @@ def published_parts(
                 stored = stored if is_mine else ((place, _kept_by_others(part)) for place, part in stored)
             parts |= {own_names.get(place, place): source.turned(place, part) for place, part in stored}
         yield layer, parts
+        parts.clear()
 
 
 Holder = AdaptedLayer | TrainedRows | FrozenParameter

@@ -129,7 +129,7 @@ def test_an_adapter_is_merged_into_the_dequantized_weights(
 ):
     """Dequantized by bitsandbytes or transformers, and merged by PEFT in float32. Weights without an adapter have the
     same bits."""
-    monkeypatch.setattr(experts, "_MERGED_NUMBERS", 3 * 64 * 32)  # three of four experts, and then the last one
+    monkeypatch.setattr(experts, "_MERGED_NUMBERS", 3 * 64 * 32)  # some experts, and then the others
     folder, base = make_checkpoint(family, dtype=torch.bfloat16, **SIZES)
     plain = load_file(folder / "model.safetensors")
     if stored is not None:
