@@ -106,7 +106,7 @@ class Sampler:
                 how = Sampling(max_new_tokens=NUM_TOKENS, stop_ids=self._stop_ids)
                 own = self._sample_own(texts, how, sample_numbers(texts), None)
                 served = self._ranks.on_rank_zero(lambda: server.sample(texts, how, sample_numbers(texts)))
-                server.report(check_agreement(own, served, self._generation.engine_url))
+                server.report(check_agreement(own, served, server.is_exact(self._model), server.url))
         if self._episodes is not None and seed is not None:
             self._episodes.results.begin(seed % 2**32)
 

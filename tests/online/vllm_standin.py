@@ -17,7 +17,12 @@ from lean_ft.models.source import tensors_on_disk
 from lean_ft.peft import load_merged
 
 FACTS = {
-    "model_config": {"max_model_len": 512, "logprobs_mode": "processed_logprobs", "hf_overrides": {}},
+    "model_config": {
+        "max_model_len": 512,
+        "logprobs_mode": "processed_logprobs",
+        "hf_overrides": {},
+        "dtype": "torch.float32",
+    },
     "device_config": {"device": "cuda"},
 }
 

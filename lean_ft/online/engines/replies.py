@@ -33,6 +33,7 @@ class ServerFacts:
     max_adapter_rank: int  # 0: it loads no adapters
     weight_transfer: str  # the backend, or empty
     device: str  # cpu, cuda, ...
+    dtype: str  # torch.float32, ...
     unties_output: bool  # whether its command sets tie_word_embeddings=false
 
 
@@ -81,6 +82,7 @@ def read_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> ServerFac
         max_adapter_rank=rank if type(rank) is int else 0,
         weight_transfer=backend if isinstance(backend, str) else "",
         device=_short(device.get("device")) if isinstance(device, dict) else "",
+        dtype=_short(model.get("dtype")),
         unties_output=isinstance(overrides, dict) and overrides.get("tie_word_embeddings") is False,
     )
 

@@ -24,6 +24,8 @@ from threading import Lock, Semaphore
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from lean_ft.data.columns import Document
 from lean_ft.data.kinds import engine_prompt
 from lean_ft.generation import Completion, Sampling
@@ -34,6 +36,7 @@ from lean_ft.online.engines.client import LONGEST_SECONDS, Client, Refused, Serv
 from lean_ft.online.engines.replies import BYTES_PER_TOKEN, ServerFacts, Turn, read_facts, read_turn
 from lean_ft.online.engines.threads import in_thread
 from lean_ft.online.engines.weights import Way, choose_way
+from lean_ft.peft.layers import adapted_layers
 from lean_ft.settings import GenerationConfig
 from lean_ft.system.log import say
 from lean_ft.system.shards import ALONE, Ranks
@@ -67,6 +70,7 @@ class VLLMServer:
         what a run needs.
         """
         self._client, self._ranks, self._run = Client(generation.engine_url), ranks, run
+        self.url = self._client.url
         self._tokenizer = tokenizer
         self._weights, self._patience_seconds = generation.engine_weights, generation.engine_seconds
         self._way: Way | None = None
@@ -127,6 +131,12 @@ class VLLMServer:
         self._ranks.on_rank_zero(partial(self._load, way, version))
         self.num_published += 1
         self._moved = f"weights: {way.name}, {gibibytes(size)}"
+
+    def is_exact(self, model: Decoder) -> bool:
+        """Whether the server computes in float32 with the weights of the model, which does so too."""
+        quantized = any(layer.frozen.form.kind != "plain" for layer in adapted_layers(model).values())
+        keeps_base = self._model is not None and quantized
+        return model.dtype == torch.float32 and self.facts.dtype == "torch.float32" and not keeps_base
 
     def report(self, difference: float) -> None:
         """Log how the run samples. difference: the largest one of log-probabilities."""
@@ -300,6 +310,12 @@ class _Quiet:
 
     def __init__(self, url: str) -> None:
         self._url, self._since, self._limit = url, time.monotonic(), QUIET_SECONDS
+
+    def is_exact(self, model: Decoder) -> bool:
+        """Whether the server computes in float32 with the weights of the model, which does so too."""
+        quantized = any(layer.frozen.form.kind != "plain" for layer in adapted_layers(model).values())
+        keeps_base = self._model is not None and quantized
+        return model.dtype == torch.float32 and self.facts.dtype == "torch.float32" and not keeps_base
 
     def report(self, num_done: int, num_asked: int) -> None:
         now = time.monotonic()
