@@ -62,6 +62,7 @@ def _resizing_pixels(size: Size, target: Size) -> int:
 class ImageRules:
     """How a family prepares an image. Cheap to pickle."""
 
+    family: str  # the model type
     patch_size: int
     merge: int  # patches of the side of the square that one token of the decoder sees
     cut: Callable[[Size, int], Tiling]  # for a size and a limit
@@ -391,6 +392,7 @@ def image_rules(
     vision = config.object("vision_config", patch_size=family.patch_size, **_IN_VISION)
     is_normalized = settings.flag("do_normalize")
     return ImageRules(
+        model_type,
         *family.facts(settings, config, vision),
         mean=_colors(settings, "image_mean", 0) if is_normalized else (0.0, 0.0, 0.0),
         std=_colors(settings, "image_std", 1e-3) if is_normalized else (1.0, 1.0, 1.0),
