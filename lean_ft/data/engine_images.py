@@ -45,6 +45,11 @@ def check_rules(rules: ImageRules, tokenizer: Tokenizer) -> None:
         )
     if tokenizer.token_id(rules.placeholder) is None:
         raise ValueError(f"the tokenizer has no token {rules.placeholder}, which stands for an image in requests.")
+    if not rules.states_colors:
+        raise ValueError(
+            "the model's preprocessor_config.json or processor_config.json names no image_mean and image_std, and vLLM "
+            f"then leaves colors as they are. Add image_mean: {[*rules.mean]} and image_std: {[*rules.std]}."
+        )
     if (size := _changed_size(rules)) is None:
         return
     numbers = (number for number in _NUMBERS if (limited := _limited(rules, number)) and not _changed_size(limited))

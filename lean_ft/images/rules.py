@@ -78,6 +78,7 @@ class ImageRules:
     usual_limit: int | None = None  # `limit` before `limited`; None: they are equal
     window: int | None = None  # tokens of the attention window, if programs differ for longer images
     marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
+    states_colors: bool = True  # the folder names `mean` and `std`; else they are the processor's defaults
 
     unit: ClassVar[str] = "image"
     files: ClassVar[Sequence[str]] = ("config.json", "preprocessor_config.json", "processor_config.json")
@@ -404,6 +405,7 @@ def image_rules(
         max_tokens=None,
         window=_window(config) if model_type == "gemma4_unified" else None,
         marks=family.marks(added_tokens or {}),
+        states_colors={"image_mean", "image_std"} <= settings.config.keys(),
     ).limited(max_tokens)
 
 

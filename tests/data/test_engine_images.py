@@ -104,11 +104,15 @@ def test_a_request_has_the_pixels_that_the_trainer_sees(family_of: Callable[[str
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rules_that_an_engine_would_apply_otherwise_are_refused(tmp_path: Path, qwen: Family, name: str):
-    rules = image_rules(write_folder(tmp_path, name))
+    rules = replace(image_rules(write_folder(tmp_path, name)), placeholder="<|image_pad|>")  # a token of the tokenizer
     if not name.startswith("qwen") and name != "gemma3":
         with pytest.raises(ValueError, match=f"images of the model type {name} as the trainer does"):
             ImageKind(rules).check_engine(qwen.tokenizer)
         return
+    assert rules.states_colors == ("image_mean" in FAMILIES[name][1])
+    with pytest.raises(ValueError, match="names no image_mean and image_std"):
+        ImageKind(replace(rules, states_colors=False)).check_engine(qwen.tokenizer)
+    rules = replace(rules, states_colors=True)
     with pytest.raises(ValueError, match="the tokenizer has no token"):
         ImageKind(replace(rules, placeholder="<none>")).check_engine(qwen.tokenizer)
     if name.startswith("qwen"):
