@@ -30,7 +30,7 @@ from lean_ft.tokenizers import Tokenizer
 
 # Model types whose images vLLM reads as the trainer does: tests/online/test_engine_images.py, and the others of Qwen,
 # which have the same processor.
-_READ_ALIKE = ("gemma3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+_READ_ALIKE = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 _SIDES = [side for power in range(5, 13) for side in (2**power, 2**power * 11 // 8)]  # 32 to 5,632
 _SHAPES = [Size(wide, high) for wide in _SIDES for high in _SIDES if max(wide, high) <= 8 * min(wide, high)]
 _NUMBERS = [2**i for i in range(2, 15)]  # of tokens
