@@ -28,22 +28,35 @@ from lean_ft.images.reading import resized
 from lean_ft.images.rules import ImageRules
 from lean_ft.tokenizers import Tokenizer
 
+# Model types whose images vLLM reads as the trainer does: tests/online/test_engine_images.py, and the others of Qwen,
+# which have the same processor.
+_READ_ALIKE = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 _SIDES = [side for power in range(5, 13) for side in (2**power, 2**power * 11 // 8)]  # 32 to 5,632
 _SHAPES = [Size(wide, high) for wide in _SIDES for high in _SIDES if max(wide, high) <= 8 * min(wide, high)]
-_NUMBERS = [2**i for i in range(14, 1, -1)]  # of tokens
+_NUMBERS = [2**i for i in range(2, 15)]  # of tokens
 
 
 def check_rules(rules: ImageRules, tokenizer: Tokenizer) -> None:
     """Raise ValueError unless an engine sees the images of these rules as the trainer does."""
+    if rules.family not in _READ_ALIKE:
+        raise ValueError(
+            f"generation.engine=vllm is not known to see images of the model type {rules.family} as the trainer does; "
+            f"expected one of {', '.join(_READ_ALIKE)}. Set generation.engine=own, or model.images=none."
+        )
     if tokenizer.token_id(rules.placeholder) is None:
         raise ValueError(f"the tokenizer has no token {rules.placeholder}, which stands for an image in requests.")
+    if not rules.states_colors:
+        raise ValueError(
+            "the model's preprocessor_config.json or processor_config.json names no image_mean and image_std, and vLLM "
+            f"then leaves colors as they are. Add image_mean: {[*rules.mean]} and image_std: {[*rules.std]}."
+        )
     if (size := _changed_size(rules)) is None:
         return
-    fits = [number for number in _NUMBERS if (limited := _limited(rules, number)) and _changed_size(limited) is None]
-    remedy = f"data.image_tokens={fits[0]}, with which it keeps them, or " if fits else ""
+    numbers = (number for number in _NUMBERS if (limited := _limited(rules, number)) and not _changed_size(limited))
+    remedy = "" if (number := next(numbers, None)) is None else f"data.image_tokens to {number} or more, or "
     raise ValueError(
-        f"an engine would resize or cut images again that are already resized, for example one of {size.width} x "
-        f"{size.height} pixels: so says the model's image processor. Sampling and training would see other pixels. Set "
+        f"the model's image processor would resize an image of {size.width} x {size.height} pixels again that has been "
+        f"scaled to data.image_tokens={rules.max_tokens}, so an engine would see other pixels than the trainer. Set "
         f"{remedy}generation.engine=own."
     )
 

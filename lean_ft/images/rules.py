@@ -62,6 +62,7 @@ def _resizing_pixels(size: Size, target: Size) -> int:
 class ImageRules:
     """How a family prepares an image. Cheap to pickle."""
 
+    family: str  # the model type
     patch_size: int
     merge: int  # patches of the side of the square that one token of the decoder sees
     cut: Callable[[Size, int], Tiling]  # for a size and a limit
@@ -77,6 +78,7 @@ class ImageRules:
     usual_limit: int | None = None  # `limit` before `limited`; None: they are equal
     window: int | None = None  # tokens of the attention window, if programs differ for longer images
     marks: frozenset[int] = frozenset()  # ids of the tokens in and around an image, which are never trained
+    states_colors: bool = True  # the folder names `mean` and `std`; else they are the processor's defaults
 
     unit: ClassVar[str] = "image"
     files: ClassVar[Sequence[str]] = ("config.json", "preprocessor_config.json", "processor_config.json")
@@ -391,6 +393,7 @@ def image_rules(
     vision = config.object("vision_config", patch_size=family.patch_size, **_IN_VISION)
     is_normalized = settings.flag("do_normalize")
     return ImageRules(
+        model_type,
         *family.facts(settings, config, vision),
         mean=_colors(settings, "image_mean", 0) if is_normalized else (0.0, 0.0, 0.0),
         std=_colors(settings, "image_std", 1e-3) if is_normalized else (1.0, 1.0, 1.0),
@@ -402,6 +405,7 @@ def image_rules(
         max_tokens=None,
         window=_window(config) if model_type == "gemma4_unified" else None,
         marks=family.marks(added_tokens or {}),
+        states_colors={"image_mean", "image_std"} <= settings.config.keys(),
     ).limited(max_tokens)
 
 

@@ -25,15 +25,9 @@ from tests.data.test_images import Family, asked, image, text
 from tests.data.test_images import family_of as family_of
 from tests.data.test_images import qwen as qwen
 from tests.images.pictures import odd_picture
-from tests.images.their_processors import write_folder
+from tests.images.their_processors import FAMILIES, write_folder
 
-KEPT = ["qwen3_vl", "gemma3", "mistral3"]
-# By family: a number of tokens per image with which an engine's processor keeps resized images, and one with which it
-# does not.
-LIMITS = {
-    "qwen3_vl": (16, 2), "qwen2_5_vl": (16, 2), "gemma3": (None, None), "mistral3": (None, None), "lfm2_vl": (16, None),
-    "gemma4": (None, None), "gemma4_unified": (None, None), "smolvlm": (None, None),
-}  # fmt: skip
+KEPT = ["qwen3_vl", "gemma3", "mistral3"]  # families whose processors keep resized images
 CHATS = [
     [asked(image(), text("what?"))],
     [asked(text("one\n\n"), image(), text("\n"), image(), text("\n\ntwo"))],
@@ -92,7 +86,6 @@ def test_a_request_has_the_ids_of_the_rendered_chat(family_of: Callable[[str], F
     assert found.ids == expected
     kind = document.kinds[0]
     assert isinstance(kind, ImageKind)
-    kind.check_engine(family.tokenizer)
     later = [65, *kind.never_trained, family.image_id, 66, family.image_id]
     assert engine_prompt(document.continued(later), family.tokenizer) == EnginePrompt(expected + later, found.parts)
 
@@ -109,17 +102,24 @@ def test_a_request_has_the_pixels_that_the_trainer_sees(family_of: Callable[[str
             assert np.array_equal(found, expected), (number, settings)
 
 
-@pytest.mark.parametrize("family", LIMITS)
-def test_rules_that_an_engine_would_apply_twice_are_refused(tmp_path: Path, qwen: Family, family: str):
-    rules = image_rules(write_folder(tmp_path, family))
-    tokenizer: Any = type("Vocabulary", (), {"token_id": lambda self, name: 1})()
-    kept, changed = LIMITS[family]
-    if family in KEPT or kept is not None:
-        ImageKind(rules.limited(kept)).check_engine(tokenizer)
-    if family not in KEPT or changed is not None:
-        remedy = r"data\.image_tokens=\d+, " if kept is not None else "Set generation.engine=own"
-        with pytest.raises(ValueError, match=remedy):
-            ImageKind(rules.limited(changed)).check_engine(tokenizer)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rules_that_an_engine_would_apply_otherwise_are_refused(tmp_path: Path, qwen: Family, name: str):
+    rules = replace(image_rules(write_folder(tmp_path, name)), placeholder="<|image_pad|>")  # a token of the tokenizer
+    if not name.startswith("qwen") and name not in KEPT:
+        with pytest.raises(ValueError, match=f"images of the model type {name} as the trainer does"):
+            ImageKind(rules).check_engine(qwen.tokenizer)
+        return
+    assert rules.states_colors == ("image_mean" in FAMILIES[name][1])
+    with pytest.raises(ValueError, match="names no image_mean and image_std"):
+        ImageKind(replace(rules, states_colors=False)).check_engine(qwen.tokenizer)
+    rules = replace(rules, states_colors=True)
+    with pytest.raises(ValueError, match="the tokenizer has no token"):
+        ImageKind(replace(rules, placeholder="<none>")).check_engine(qwen.tokenizer)
+    if name.startswith("qwen"):
+        for kept in (8, 100, None):
+            ImageKind(rules.limited(kept)).check_engine(qwen.tokenizer)
+        with pytest.raises(ValueError, match=r"scaled to data\.image_tokens=2, .* Set data\.image_tokens to 8 or more"):
+            ImageKind(rules.limited(2)).check_engine(qwen.tokenizer)
 
 
 def test_an_image_that_the_engine_would_change_is_refused_by_itself(qwen: Family):

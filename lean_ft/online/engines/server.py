@@ -311,12 +311,6 @@ class _Quiet:
     def __init__(self, url: str) -> None:
         self._url, self._since, self._limit = url, time.monotonic(), QUIET_SECONDS
 
-    def is_exact(self, model: Decoder) -> bool:
-        """Whether the server computes in float32 with the weights of the model, which does so too."""
-        quantized = any(layer.frozen.form.kind != "plain" for layer in adapted_layers(model).values())
-        keeps_base = self._model is not None and quantized
-        return model.dtype == torch.float32 and self.facts.dtype == "torch.float32" and not keeps_base
-
     def report(self, num_done: int, num_asked: int) -> None:
         now = time.monotonic()
         if num_done:
