@@ -70,6 +70,11 @@ class Sampler:
         kind = SERVERS.get(self._generation.engine)
         return kind and kind(self._generation.engine_url, self._server_folder)
 
+    @property
+    def model(self) -> Decoder:
+        """The policy."""
+        return self._model
+
     def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Completion]:
         """seed: of the round. Raises as `lean_ft.generation.sample`, `Round` and `Server` do."""
         self._begin(seed)

@@ -84,6 +84,9 @@ class GenerationConfig(Settings):
     docs/online.md)."""
     engine_url: Name = "http://127.0.0.1:8000"
     """URL of the server, for engine=vllm and engine=sglang."""
+    engine_weights: Literal["auto", "merged", "adapter", "nccl"] = "auto"
+    """How the server gets new weights: `adapter` sends the adapter alone, `merged` whole tensors, `nccl` broadcasts
+    them between GPUs. auto is the adapter if the run has one that the server loads, else merged."""
     ahead: int = Field(0, ge=0, le=1)
     """1: the server samples the next round while this one trains, with the weights from before this round's updates.
     Tools then need tools.process=true, and checkpoints wait for the round that is sampled."""
