@@ -198,7 +198,8 @@ def _run_seconds(rehearsal: "Rehearsal", max_steps: int | None) -> tuple[str, fl
 
 
 def _cost(seconds: float, price: float, rehearsal: "Rehearsal") -> str:
-    return f"${seconds / 3600 * price * rehearsal.machines.num_devices:,.2f}"
+    samples_apart = rehearsal.engine is not None and not rehearsal.engine.shares_device
+    return f"${seconds / 3600 * price * (rehearsal.machines.num_devices + samples_apart):,.2f}"
 
 
 def _short(seconds: float) -> str:
@@ -267,7 +268,8 @@ def _compare(
             except NotSimulatedError as error:
                 raise ValueError(f"{error}") from error
             room = Budget(budget_bytes or device.memory_bytes or 0, CUDA_CONTEXT_BYTES, rehearsal.engine_bytes)
-            fits = "yes" if rehearsal.reserved_bytes <= room.room_bytes else "no"
+            samples = rehearsal.engine is None or rehearsal.engine.rows > 0
+            fits = "yes" if samples and rehearsal.reserved_bytes <= room.room_bytes else "no"
             counted, seconds = _run_seconds(rehearsal, cfg.max_steps)
             rows.append(
                 (
@@ -335,7 +337,8 @@ def _print_engine(rehearsal: "Rehearsal", device: "Device") -> None:
     if not engine.rows:
         console.print(
             f"the engine does not fit: its weights and one completion need {gibibytes(held)}, and it may take "
-            f"{gibibytes(engine.memory_bytes or 0)}. Raise --engine-share, or give it a GPU of its own."
+            f"{gibibytes(engine.memory_bytes or 0)}. Raise --engine-share, or use a larger GPU for it. Sampling is not "
+            "counted."
         )
         return
     training = rehearsal.step_seconds * engine.steps

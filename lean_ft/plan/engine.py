@@ -28,9 +28,10 @@ from lean_ft.system.passes import evaluating
 from lean_ft.torch_private import FakeTensorMode, without_modes
 
 OWN_SHARE = 0.92  # of a device's memory that vLLM takes by default
-# To write files with weights, and to read them. Measured on two busy cores, in /dev/shm and on a disk: 0.5 to 0.8 GB/s
-# to write, 0.9 to 2.2 GB/s to read.
-FILE_BYTES_PER_SECOND = 1e9
+# To write files with weights, and to read them: in /dev/shm, by the CPU time of one core (2.0 to 2.3 GB/s and 2.2 to
+# 2.9 GB/s); between machines, over 10 Gbit/s.
+FILE_BYTES_PER_SECOND = 2e9
+SHARED_FILE_BYTES_PER_SECOND = 1e9
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -122,4 +123,5 @@ def _seconds_per_byte(way: str, device: Device, is_here: bool) -> float:
     """Of weights on their way from one device to the other. Files are written and read, behind two copies."""
     if way == "nccl":
         return 1 / (device.peer_bytes_per_second if is_here else device.network_bytes_per_second)
-    return 2 / FILE_BYTES_PER_SECOND + 2 / device.host_bytes_per_second
+    file_rate = FILE_BYTES_PER_SECOND if is_here else SHARED_FILE_BYTES_PER_SECOND
+    return 2 / file_rate + 2 / device.host_bytes_per_second

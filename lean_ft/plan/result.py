@@ -97,8 +97,9 @@ class Rehearsal:
 
     @property
     def whole_step_seconds(self) -> float:
-        """Time of a step with its part of a round that a server samples."""
-        if self.engine is None:
+        """Time of a step with its part of a round that a server samples, if the server has memory for one
+        completion."""
+        if self.engine is None or not self.engine.rows:
             return self.step_seconds
         return self.engine.seconds(self.step_seconds, self.engine.is_ahead) / self.engine.steps
 

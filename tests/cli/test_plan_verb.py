@@ -120,6 +120,9 @@ def test_a_server_is_planned_on_its_own_card_or_with_a_share_of_the_training_car
     )
     assert "budget 14.60 GiB (0.50 GiB kept for the driver): the given settings fit, with 12.10 GiB left" in apart
 
+    hour = ("max_steps=3600", "--price", "1")
+    assert "and cost $28.00" in printed(*hour) and "and cost $14.00" in printed(*hour, "--engine-share", "0.9")
+
     beside = printed("--engine-share", "0.5")
     assert "engine on the same T4: " in beside and "(no gain on one device)" in beside
     assert "(0.50 GiB kept for the driver, 7.30 GiB kept for the engine): the given settings fit, with 4.80" in beside
@@ -128,9 +131,12 @@ def test_a_server_is_planned_on_its_own_card_or_with_a_share_of_the_training_car
     assert "the engine does not fit" not in full
     small = printed("--engine-share", "0.01")
     assert "the engine does not fit: its weights and one completion need 3.00 GiB, and it may take 0.15 GiB" in small
-    assert "a round takes" not in small
-    cards = leanft.ok(*sampled[:-1], "T4,H100", *server, "--engine-share", "0.9").out
-    assert [line.split()[1] for line in cards.splitlines()[1:]] == ["no", "yes"]
+    assert "a round takes" not in small and "speed: 200 tokens/s, 3 s a step" in small
+    cards = (
+        leanft.ok(*sampled[:-1], "T4,H100", *server, "--engine-share", share).out.splitlines()[1:]
+        for share in ("0.9", "0.05")
+    )
+    assert [[line.split()[1] for line in lines] for lines in cards] == [["no", "yes"], ["no", "yes"]]
 
     assert "samples without one" in leanft.refused(*sampled, "--engine-share", "0.4")
     assert "expected a share" in leanft.refused(*sampled, *server, "--engine-share", "1")
