@@ -124,7 +124,7 @@ def plan(
         typer.echo(f"\ndrawn: {png}")
     if budget_bytes is None:
         return
-    held = Budget(budget_bytes, context_bytes, rehearsal.engine_bytes)
+    held = MemoryBudget(budget_bytes, context_bytes, rehearsal.engine_bytes)
     room_bytes = held.room_bytes
     _print_fit(rehearsal, held)
     sys.stdout.flush()  # the search takes up to minutes
@@ -138,7 +138,7 @@ def plan(
     _print_adapters(adapters, rehearsal, cfg, is_gpu=context_bytes > 0)
 
 
-class Budget(NamedTuple):
+class MemoryBudget(NamedTuple):
     """The memory to fit, and the parts of it that others take, in bytes."""
 
     num_bytes: int
@@ -267,7 +267,7 @@ def _compare(
                 rehearsal = known_or_new(module, cfg, device, machines)
             except NotSimulatedError as error:
                 raise ValueError(f"{error}") from error
-            room = Budget(budget_bytes or device.memory_bytes or 0, CUDA_CONTEXT_BYTES, rehearsal.engine_bytes)
+            room = MemoryBudget(budget_bytes or device.memory_bytes or 0, CUDA_CONTEXT_BYTES, rehearsal.engine_bytes)
             samples = rehearsal.engine is None or rehearsal.engine.rows > 0
             fits = "yes" if samples and rehearsal.reserved_bytes <= room.room_bytes else "no"
             counted, seconds = _run_seconds(rehearsal, cfg.max_steps)
@@ -356,7 +356,7 @@ def _print_engine(rehearsal: "Rehearsal", device: "Device") -> None:
     )
 
 
-def _print_fit(rehearsal: "Rehearsal", budget: Budget) -> None:
+def _print_fit(rehearsal: "Rehearsal", budget: MemoryBudget) -> None:
     """Whether the given settings fit, before the search."""
     left = budget.room_bytes - rehearsal.reserved_bytes
     fit = f"fit, with {gibibytes(left)} left" if left >= 0 else f"do not fit: {gibibytes(-left)} too much"
@@ -366,7 +366,7 @@ def _print_fit(rehearsal: "Rehearsal", budget: Budget) -> None:
     )
 
 
-def _print_search(search: "Search", rehearsal: "Rehearsal", cfg: "RecipeConfig", budget: Budget) -> None:
+def _print_search(search: "Search", rehearsal: "Rehearsal", cfg: "RecipeConfig", budget: MemoryBudget) -> None:
     from lean_ft.plan.search import compares_steps, with_overrides
 
     console, is_gpu = stdout(), budget.context_bytes > 0
