@@ -5,14 +5,14 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.cli.output import print_table, progress, stdout
-from lean_ft.settings import OptimizerConfig, ParallelConfig
+from lean_ft.settings import GenerationConfig, OptimizerConfig, ParallelConfig
 from lean_ft.system.units import counted, duration, gibibytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +58,14 @@ def plan(
         typer.Option(metavar="N", min=1, help="Number of GPUs per machine."),
     ] = None,
     nodes: Annotated[int, typer.Option(metavar="M", min=1, help="Number of machines.")] = 1,
+    engine_share: Annotated[
+        float,
+        typer.Option(
+            metavar="0.4",
+            help="With generation.engine=vllm on the GPU that trains: the server's --gpu-memory-utilization. Without "
+            "this option, the server has its own GPU.",
+        ),
+    ] = 0.0,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot memory over the step.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -78,7 +86,8 @@ def plan(
     from lean_ft.plan.search import search, search_adapters
 
     names = [None] if device_name is None else device_name.split(",")
-    devices, machines = [choose_device(name, cfg.device) for name in names], Machines(gpus or 1, nodes)
+    machines = Machines(gpus or 1, nodes, _engine_share(engine_share, cfg))
+    devices = [choose_device(name, cfg.device) for name in names]
     device, prices = devices[0], _prices(price, len(devices))
     if gpus is not None and device.is_cpu and cfg.device != "cpu":
         device = DEVICES[_ASSUMED]
@@ -104,6 +113,7 @@ def plan(
         except NotSimulatedError as error:
             raise ValueError(f"{error}") from error
     _print_rehearsal(rehearsal, device, time.perf_counter() - started)
+    _print_engine(rehearsal, device)
     _print_time(rehearsal, cfg.max_steps, prices[0])
     if ledger:
         _print_ledger(rehearsal)
@@ -114,17 +124,50 @@ def plan(
         typer.echo(f"\ndrawn: {png}")
     if budget_bytes is None:
         return
-    room_bytes = budget_bytes - context_bytes
-    _print_fit(rehearsal, budget_bytes, context_bytes)
+    held = MemoryBudget(budget_bytes, context_bytes, rehearsal.engine_bytes)
+    room_bytes = held.room_bytes
+    _print_fit(rehearsal, held)
     sys.stdout.flush()  # the search takes up to minutes
     with progress() as tell:
         found = search(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), rehearsal, machines)
     typer.echo("")
-    _print_search(found, rehearsal, cfg, (budget_bytes, context_bytes))
+    _print_search(found, rehearsal, cfg, held)
     sys.stdout.flush()
     with progress() as tell:
         adapters = search_adapters(module, cfg, device, room_bytes, lambda s: tell(f"simulating {s}"), machines)
     _print_adapters(adapters, rehearsal, cfg, is_gpu=context_bytes > 0)
+
+
+class MemoryBudget(NamedTuple):
+    """The memory to fit, and the parts of it that others take, in bytes."""
+
+    num_bytes: int
+    context_bytes: int
+    engine_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        """What is left for the training."""
+        return self.num_bytes - self.context_bytes - self.engine_bytes
+
+    @property
+    def kept(self) -> str:
+        """The parts of others, in parentheses."""
+        parts = {"the driver": self.context_bytes, "the engine": self.engine_bytes}
+        told = [f"{gibibytes(count)} kept for {name}" for name, count in parts.items() if count > 0]
+        return f" ({', '.join(told)})" if told else ""
+
+
+def _engine_share(share: float, cfg: "RecipeConfig") -> float:
+    generation = cfg.group(GenerationConfig)
+    if not 0 <= share < 1:
+        raise ValueError(f"--engine-share is {share:g}; expected a share of a GPU's memory below 1, such as 0.4.")
+    if share and (generation is None or generation.engine == "own"):
+        raise ValueError(
+            f"--engine-share {share:g} is a server's share of the GPU, and this run samples without one. Set "
+            "generation.engine=vllm, or remove --engine-share."
+        )
+    return share
 
 
 def _prices(text: str | None, num_cards: int) -> list[float | None]:
@@ -150,12 +193,13 @@ def _run_seconds(rehearsal: "Rehearsal", max_steps: int | None) -> tuple[str, fl
     """What is counted and the time it takes: `max_steps`, or a million tokens, because the number of rows is
     unknown."""
     if max_steps is not None:
-        return counted(max_steps, "steps"), max_steps * rehearsal.step_seconds
+        return counted(max_steps, "steps"), max_steps * rehearsal.whole_step_seconds
     return f"{_COUNTED_TOKENS:,} tokens", _COUNTED_TOKENS / rehearsal.tokens_per_second
 
 
 def _cost(seconds: float, price: float, rehearsal: "Rehearsal") -> str:
-    return f"${seconds / 3600 * price * rehearsal.machines.num_devices:,.2f}"
+    samples_apart = rehearsal.engine is not None and not rehearsal.engine.shares_device
+    return f"${seconds / 3600 * price * (rehearsal.machines.num_devices + samples_apart):,.2f}"
 
 
 def _short(seconds: float) -> str:
@@ -166,8 +210,8 @@ def _print_time(rehearsal: "Rehearsal", max_steps: int | None, price: float | No
     counted, seconds = _run_seconds(rehearsal, max_steps)
     cost = "" if price is None else f" and cost {_cost(seconds, price, rehearsal)}"
     stdout().print(
-        f"speed: {rehearsal.tokens_per_second:,.0f} tokens/s, {_short(rehearsal.step_seconds)} a step; {counted} take "
-        f"{_short(seconds)} ({seconds / 3600:,.2f} h){cost}"
+        f"speed: {rehearsal.tokens_per_second:,.0f} tokens/s, {_short(rehearsal.whole_step_seconds)} a step; {counted} "
+        f"take {_short(seconds)} ({seconds / 3600:,.2f} h){cost}"
     )
 
 
@@ -223,8 +267,9 @@ def _compare(
                 rehearsal = known_or_new(module, cfg, device, machines)
             except NotSimulatedError as error:
                 raise ValueError(f"{error}") from error
-            room = (device.memory_bytes if budget_bytes is None else budget_bytes) or 0
-            fits = "yes" if rehearsal.reserved_bytes + CUDA_CONTEXT_BYTES <= room else "no"
+            room = MemoryBudget(budget_bytes or device.memory_bytes or 0, CUDA_CONTEXT_BYTES, rehearsal.engine_bytes)
+            samples = rehearsal.engine is None or rehearsal.engine.rows > 0
+            fits = "yes" if samples and rehearsal.reserved_bytes <= room.room_bytes else "no"
             counted, seconds = _run_seconds(rehearsal, cfg.max_steps)
             rows.append(
                 (
@@ -232,7 +277,7 @@ def _compare(
                     fits,
                     gibibytes(rehearsal.peak_bytes),
                     f"{rehearsal.tokens_per_second:,.0f}",
-                    _short(rehearsal.step_seconds),
+                    _short(rehearsal.whole_step_seconds),
                     f"{seconds / 3600:,.2f} h",
                     *([] if price is None else [_cost(seconds, price, rehearsal)]),
                 )
@@ -276,36 +321,64 @@ def _print_rehearsal(rehearsal: "Rehearsal", device: "Device", seconds: float) -
         console.print("Times are estimates from the speeds of the card and its links. NCCL's buffers are not counted.")
 
 
-def _kept_for_driver(context_bytes: int) -> str:
-    return f" ({gibibytes(context_bytes)} kept for the driver)" if context_bytes > 0 else ""
-
-
-def _print_fit(rehearsal: "Rehearsal", budget_bytes: int, context_bytes: int) -> None:
-    """Whether the given settings fit, before the search."""
-    left = budget_bytes - context_bytes - rehearsal.reserved_bytes
-    fit = f"fit, with {gibibytes(left)} left" if left >= 0 else f"do not fit: {gibibytes(-left)} too much"
-    stdout().print(
-        f"\nbudget {gibibytes(budget_bytes)}{_kept_for_driver(context_bytes)}: the given settings {fit}. Searching for "
-        "faster settings that fit.",
+def _print_engine(rehearsal: "Rehearsal", device: "Device") -> None:
+    """What a server takes that samples for the run, and a round's time with and without generation.ahead."""
+    if (engine := rehearsal.engine) is None:
+        return
+    console, held = stdout(), engine.weight_bytes + engine.cache_bytes
+    place = f"the same {device.name}" if engine.shares_device else f"a {device.name} of its own"
+    limit = "" if engine.memory_bytes is None else f" of the {gibibytes(engine.memory_bytes)} that it may take"
+    console.print(Text(f"engine on {place}: {gibibytes(held)}{limit}", style="bold"))
+    rows = counted(max(1, engine.rows), "completions")
+    print_table(
+        ("", ">"),
+        [("  weights", gibibytes(engine.weight_bytes)), (f"  KV cache of {rows}", gibibytes(engine.cache_bytes))],
+    )
+    if not engine.rows:
+        console.print(
+            f"the engine does not fit: its weights and one completion need {gibibytes(held)}, and it may take "
+            f"{gibibytes(engine.memory_bytes or 0)}. Raise --engine-share, or use a larger GPU for it. Sampling is not "
+            "counted."
+        )
+        return
+    training = rehearsal.step_seconds * engine.steps
+    console.print(
+        f"round: {counted(engine.completions, 'completions')} of {counted(engine.new_tokens, 'tokens')}; weights "
+        f"{_short(engine.publication_seconds)} ({engine.way}, {gibibytes(engine.published_bytes)}), sampling "
+        f"{_short(engine.sampling_seconds)} ({engine.token_seconds * 1e3:.1f} ms for a token of {rows}), training "
+        f"{_short(training)}"
+    )
+    after, ahead = (engine.seconds(rehearsal.step_seconds, is_ahead) for is_ahead in (False, True))
+    gain = f"{after / ahead:.2f}x as fast" if not engine.shares_device else "no gain on one device"
+    console.print(
+        f"a round takes {_short(after)} one after the other, and {_short(ahead)} with generation.ahead=1 ({gain}). "
+        "Rewards, tools, and the engine's activations and CUDA graphs are not counted."
     )
 
 
-def _print_search(search: "Search", rehearsal: "Rehearsal", cfg: "RecipeConfig", room: tuple[int, int]) -> None:
-    """room: the budget, and what the driver needs of it, in bytes."""
+def _print_fit(rehearsal: "Rehearsal", budget: MemoryBudget) -> None:
+    """Whether the given settings fit, before the search."""
+    left = budget.room_bytes - rehearsal.reserved_bytes
+    fit = f"fit, with {gibibytes(left)} left" if left >= 0 else f"do not fit: {gibibytes(-left)} too much"
+    stdout().print(
+        f"\nbudget {gibibytes(budget.num_bytes)}{budget.kept}: the given settings {fit}. Searching for faster settings "
+        "that fit.",
+    )
+
+
+def _print_search(search: "Search", rehearsal: "Rehearsal", cfg: "RecipeConfig", budget: MemoryBudget) -> None:
     from lean_ft.plan.search import compares_steps, with_overrides
 
-    budget_bytes, context_bytes = room
-    console, is_gpu = stdout(), context_bytes > 0
-    held_back = _kept_for_driver(context_bytes)
+    console, is_gpu = stdout(), budget.context_bytes > 0
     if not search.fitting:
         nearest = search.too_large[0]
         console.print(
-            f"no settings fit {gibibytes(budget_bytes)}{held_back}. The smallest need "
+            f"no settings fit {gibibytes(budget.num_bytes)}{budget.kept}. The smallest need "
             f"{gibibytes(nearest.reserved_bytes)}: {nearest.command_line or 'the given settings'}"
         )
         console.print("Lower data.max_length, or use a smaller model.")
         return
-    console.print(f"settings that fit {gibibytes(budget_bytes)}{held_back}, fastest first:")
+    console.print(f"settings that fit {gibibytes(budget.num_bytes)}{budget.kept}, fastest first:")
     _print_candidates(search.fitting[:_SHOWN], rehearsal, is_gpu)
     fastest = search.fitting[0].command_line or "nothing, the given settings are the fastest"
     console.print(f"\nto use the fastest, add: {fastest}", highlight=False)

@@ -76,6 +76,11 @@ class Sampler:
         longest = min(self._longest, context_length(self._model.source.config) or self._longest)
         return VLLMServer(self._generation, self._output_dir, longest, self._tokenizer, self._ranks)
 
+    @property
+    def model(self) -> Decoder:
+        """The policy."""
+        return self._model
+
     def __call__(self, prompts: Sequence[Prompt], seed: int) -> list[Completion]:
         """seed: of the round. Raises as `lean_ft.generation.sample`, `Round` and `VLLMServer` do."""
         self._begin(prompts, seed)

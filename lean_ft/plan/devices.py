@@ -111,6 +111,7 @@ class Machines:
 
     devices_each: int = 1
     count: int = 1
+    engine_share: float = 0.0  # of a training device's memory, which a sampling server takes; 0: it has its own device
 
     @property
     def num_devices(self) -> int:

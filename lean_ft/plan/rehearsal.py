@@ -102,6 +102,7 @@ def _counted(trace: Trace, planned: PlannedWorld, planning_seconds: float) -> Re
         ledger=trace.time.spent.ledger,
         slow_paths=list(trace.slow_paths),
         model_files=planned.model_files,
+        engine=planned.observer.engine,
     )
 
 

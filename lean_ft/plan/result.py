@@ -1,5 +1,6 @@
 """A plan's result: memory and time of one step. Imports no torch."""
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,11 +33,48 @@ class Launches(NamedTuple):
 
 
 @dataclass(frozen=True)
+class EngineRound:
+    """A round of completions that a server samples on one device of the planned kind.
+
+    Every completion has the most tokens that the settings allow. Not counted: rewards, tools, the server's activations
+    and CUDA graphs.
+    """
+
+    completions: int
+    rows: int  # completions at a time; 0 if the server's memory is too small for one
+    new_tokens: int  # of a completion
+    weight_bytes: int
+    cache_bytes: int  # keys and values of `rows` completions, or of one that does not fit
+    memory_bytes: int | None  # that the server may take; None if unknown
+    shares_device: bool  # with the training
+    prompt_seconds: float  # of the different prompts
+    token_seconds: float  # of a token of each of `rows` completions
+    way: str  # of the weights to the server: adapter, merged or nccl
+    published_bytes: int  # of weights, once per round
+    publication_seconds: float
+    steps: int  # optimizer steps per round
+    is_ahead: bool  # whether a round is sampled while the round before it trains
+
+    @property
+    def sampling_seconds(self) -> float:
+        return self.prompt_seconds + self.token_seconds * self.new_tokens * math.ceil(
+            self.completions / max(1, self.rows)
+        )
+
+    def seconds(self, step_seconds: float, is_ahead: bool) -> float:
+        """Time of a round with its training, whose steps take `step_seconds` each. Two programs on one device take
+        turns."""
+        training = step_seconds * self.steps
+        together = max if is_ahead and not self.shares_device else lambda *parts: sum(parts)
+        return self.publication_seconds + together(self.sampling_seconds, training)
+
+
+@dataclass(frozen=True)
 class Rehearsal:
     """Memory and time of one optimizer step, on each device."""
 
     peak: Peak
-    step_seconds: float  # estimated; docs/speed_tables.md compares it with published figures
+    step_seconds: float  # estimated, without an `engine`; docs/speed_tables.md compares it with published figures
     tokens: int  # over all micro-batches and devices, including padding
     num_parameters: int
     timeline: list[tuple[float, dict[str, int]]] = field(repr=False)  # (seconds, bytes alive by label)
@@ -55,10 +93,24 @@ class Rehearsal:
         default_factory=list
     )  # operations without their kernels: which, why, and what would mend it
     model_files: list[str] = field(default_factory=list, repr=False)  # of configs and processors of all models
+    engine: EngineRound | None = None  # what a server samples for the step
+
+    @property
+    def whole_step_seconds(self) -> float:
+        """Time of a step with its part of a round that a server samples, if the server has memory for one
+        completion."""
+        if self.engine is None or not self.engine.rows:
+            return self.step_seconds
+        return self.engine.seconds(self.step_seconds, self.engine.is_ahead) / self.engine.steps
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.step_seconds
+        return self.tokens / self.whole_step_seconds
+
+    @property
+    def engine_bytes(self) -> int:
+        """Memory of the training device that a server takes."""
+        return 0 if self.engine is None or not self.engine.shares_device else self.engine.memory_bytes or 0
 
     @property
     def share_at_limit(self) -> float:

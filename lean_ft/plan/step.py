@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from lean_ft.online.rollouts import Rounds
+from lean_ft.online.sampler import Sampler
 from lean_ft.optim import Optimizer
 from lean_ft.optim.rule import ParameterState
 from lean_ft.plan.devices import Kernel
+from lean_ft.plan.engine import plan_engine
 from lean_ft.plan.labels import GRADIENTS, WORKSPACE
 from lean_ft.plan.online import rehearse_round
-from lean_ft.plan.result import Launches
+from lean_ft.plan.result import EngineRound, Launches
 from lean_ft.plan.time import short_name
 from lean_ft.plan.trace import Trace
 from lean_ft.settings import OnlineConfig
@@ -37,6 +39,7 @@ class PlannedStep(Observer):
         self, trace: Trace, take: Callable[[Callable[[], Any], int], list[Any]], takes_step: bool = True
     ) -> None:
         self._trace, self._take, self._takes_step = trace, take, takes_step
+        self.engine: EngineRound | None = None
         self._in_flight: Tensor | None = None
         self._cublas_workspaces: list[Tensor] = []
         self._update_launches: dict[tuple, float] = {}  # by shape and dtype of a parameter
@@ -119,8 +122,10 @@ class PlannedStep(Observer):
         self._trace.spend(total, "optimizer step", "small parameters")
 
     def sample(self, rounds: Rounds, cfg: OnlineConfig, answer: Callable[..., Any], fill: Callable[[], None]) -> None:
-        if cfg.generation.engine == "own":  # others have their own devices
+        if cfg.generation.engine == "own":
             rehearse_round(rounds, cfg, answer)
+        elif isinstance(answer, Sampler):
+            self.engine = plan_engine(rounds, cfg, answer.model, self._trace.device, self._trace.machines)
 
     def round_batches(self, make: Callable[[], list[T]], largest: Callable[[], T], number: int) -> list[T]:
         return self._take(largest, number)

@@ -30,7 +30,7 @@ from lean_ft.torch_private import OpOverload, backward_node_number, next_node_nu
 
 T = TypeVar("T")
 
-_ATTENTION = ("attention", "flash")  # in names of PyTorch's operations
+ATTENTION = ("attention", "flash")  # in names of PyTorch's operations
 _GATHERING = ("embedding", "index_select", "gather", "index")  # read only the rows that they return
 
 
@@ -91,7 +91,7 @@ class Time:
         if not moved and not flops:
             return name, None
         cost = cost_of(func.overloadpacket)
-        is_attention = any(part in name for part in _ATTENTION) if cost is None else cost.is_attention
+        is_attention = any(part in name for part in ATTENTION) if cost is None else cost.is_attention
         shape, product = (0, 0, 0), result
         matrices = [t for t in args if isinstance(t, Tensor) and t.ndim >= 2]
         in_float8 = [t for t in matrices if t.is_floating_point() and t.itemsize == 1]

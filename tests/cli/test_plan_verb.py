@@ -6,7 +6,7 @@ import pytest
 
 from lean_ft.plan import picture, search
 from lean_ft.plan.rehearsal import Rehearsal
-from lean_ft.plan.result import Peak
+from lean_ft.plan.result import EngineRound, Peak
 from lean_ft.system.units import GIB
 
 
@@ -91,6 +91,55 @@ def test_many_gpus_are_planned_with_what_they_send(leanft, monkeypatch):
     assert "planned for 4 x H100 on 2 machines in " in answer.out
     assert re.search(r"peak [\d.]+ [MG]iB on each", answer.out)
     assert re.search(r"each GPU sends 0 B within its machine and [\d.]+ MiB to other machines per step", answer.out)
+
+
+def test_a_server_is_planned_on_its_own_card_or_with_a_share_of_the_training_card(leanft, monkeypatch):
+    def planned(recipe, cfg, device, machines, needs_timeline=False):
+        room = int((machines.engine_share or 0.92) * device.memory_bytes)
+        engine = EngineRound(
+            *(64, min(64, room // GIB), 100, GIB, 2 * GIB, room, machines.engine_share > 0, 0.5, 0.02),
+            *("merged", GIB, 0.5, 1, bool(cfg.generation.ahead)),
+        )
+        return Rehearsal(Peak("loss", {"weights": 2 * GIB}), 3.0, 600, 9, [], reserved_bytes=2 * GIB, engine=engine)
+
+    monkeypatch.setattr("lean_ft.plan.known_plans.known_or_new", planned)
+    monkeypatch.setattr(search, "search", lambda *args: search.Search([search.Candidate({}, args[5])], [], [], {}))
+    monkeypatch.setattr(search, "search_adapters", lambda *_: {})
+    sampled = ("plan", "grpo", "--config", "tiny/grpo", "--device-name", "T4")
+    server = ("generation.engine=vllm", "loss.correction=token_truncate")
+
+    def printed(*more: str) -> str:
+        return re.sub(r"\s+", " ", leanft.ok(*sampled, *server, *more).out)
+
+    apart = printed()
+    assert "engine on a T4 of its own: 3.00 GiB of the 13.43 GiB that it may take" in apart
+    assert "weights 0.5 s (merged, 1.00 GiB), sampling 10 s (20.0 ms for a token of 13 completions)" in apart
+    assert "takes 14 s one after the other, and 11 s with generation.ahead=1 (1.27x as fast)" in apart
+    assert "speed: 43 tokens/s, 14 s a step" in apart and "speed: 55 tokens/s, 11 s a step" in printed(
+        "generation.ahead=1"
+    )
+    assert "budget 14.60 GiB (0.50 GiB kept for the driver): the given settings fit, with 12.10 GiB left" in apart
+
+    hour = ("max_steps=3600", "--price", "1")
+    assert "and cost $28.00" in printed(*hour) and "and cost $14.00" in printed(*hour, "--engine-share", "0.9")
+
+    beside = printed("--engine-share", "0.5")
+    assert "engine on the same T4: " in beside and "(no gain on one device)" in beside
+    assert "(0.50 GiB kept for the driver, 7.30 GiB kept for the engine): the given settings fit, with 4.80" in beside
+    full = printed("--engine-share", "0.9")
+    assert "13.14 GiB kept for the engine): the given settings do not fit: 1.04 GiB too much" in full
+    assert "the engine does not fit" not in full
+    small = printed("--engine-share", "0.01")
+    assert "the engine does not fit: its weights and one completion need 3.00 GiB, and it may take 0.15 GiB" in small
+    assert "a round takes" not in small and "speed: 200 tokens/s, 3 s a step" in small
+    cards = (
+        leanft.ok(*sampled[:-1], "T4,H100", *server, "--engine-share", share).out.splitlines()[1:]
+        for share in ("0.9", "0.05")
+    )
+    assert [[line.split()[1] for line in lines] for lines in cards] == [["no", "yes"], ["no", "yes"]]
+
+    assert "samples without one" in leanft.refused(*sampled, "--engine-share", "0.4")
+    assert "expected a share" in leanft.refused(*sampled, *server, "--engine-share", "1")
 
 
 TINY = ("plan", "--config", "tiny/full", "data.max_length=64", "max_steps=3600000")

@@ -13,8 +13,8 @@ def check_agreement(own: Sequence[Completion], served: Sequence[Completion], is_
     """Return the largest difference between the two log-probabilities of a token, among tokens behind equal ones.
     Completions are greedy. is_exact: both sides compute in float32 with the same weights.
 
-    Raises ValueError if most first tokens differ, or log-probabilities differ by more than roundings: a server loads the
-    weights of another model as far as their names and shapes agree.
+    Raises ValueError if most first tokens differ, or log-probabilities differ by more than roundings: a server loads
+    the weights of another model as far as their names and shapes agree.
     """
     gaps = [_gaps(one, other) for one, other in zip(own, served, strict=True)]
     largest = max((gap for some in gaps for gap in some), default=0.0)
