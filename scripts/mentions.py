@@ -33,6 +33,7 @@ CAPABILITIES = {
             "lean_ft/models/families/multimodal.py",
             "lean_ft/data/images.py",
             "lean_ft/data/image_batches.py",
+            "lean_ft/data/image_requests.py",
             "lean_ft/data/media.py",
             "lean_ft/generation/image_parts.py",
             "lean_ft/gguf/wholes.py",

@@ -497,12 +497,12 @@ class ImageKind(Kind):
         return shown
 
     def check_engine(self, tokenizer: Tokenizer) -> None:
-        from lean_ft.data.engine_images import check_rules  # loads Pillow
+        from lean_ft.data.image_requests import check_rules  # loads Pillow
 
         check_rules(self.rules, tokenizer)
 
     def engine_prompt(self, document: Document, tokenizer: Tokenizer) -> EnginePrompt:
-        from lean_ft.data.engine_images import with_placeholders
+        from lean_ft.data.image_requests import with_placeholders
 
         return with_placeholders(document, self.rules, tokenizer)
 

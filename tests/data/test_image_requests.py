@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lean_ft.data import engine_images
+from lean_ft.data import image_requests
 from lean_ft.data.collate import batch_of
 from lean_ft.data.columns import Document
 from lean_ft.data.documents import renderer_of
@@ -145,8 +145,8 @@ def test_an_image_is_encoded_once_and_the_latest_are_kept(qwen: Family, monkeypa
         return bytes(30_000)
 
     encoded = list[Any]()
-    monkeypatch.setattr(engine_images, "resized", encode)
-    monkeypatch.setattr(engine_images, "_LATEST", engine_images._Latest(100_000))
+    monkeypatch.setattr(image_requests, "resized", encode)
+    monkeypatch.setattr(image_requests, "_LATEST", image_requests._Latest(100_000))
     documents = [prompt_of(qwen, CHATS[0], image_tokens=number) for number in (8, 9, 10)]
     asked_for = [0, 0, 1, 0, 2, 0, 1, 0, 2]  # two fit; the longest unused one leaves
     for number in asked_for:
