@@ -1,12 +1,9 @@
 """Images in requests to a real vLLM server: the same greedy tokens as from the built-in sampler, in float32."""
 
 import json
-import urllib.request
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files as resources
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,31 +13,24 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.vllm_server import UNTIED, vllm_server
 from lean_ft.data import prompt_rows
 from lean_ft.data.columns import Document
 from lean_ft.data.images import ImageKind
-from lean_ft.data.kinds import engine_prompt
 from lean_ft.generation import Sampling, sample
 from lean_ft.models import load_model
 from lean_ft.models.vision.config import VISION_FAMILIES
+from lean_ft.online.engines import VLLMServer
+from lean_ft.settings import GenerationConfig
 from lean_ft.tokenizers import load_tokenizer
 from tests.data.image_folders import CHATML, WRITTEN
 from tests.images.pictures import odd_picture
 from tests.images.their_processors import HALF, write_folder
 from tests.models.vision import documents
-from tests.online.vllm_server import start
 from tests.recipes.conftest import config_of
 
 NEW_TOKENS = 12
 TOLERANCE = 5e-5  # of log-probabilities; float32 rounds to 1e-6 at each of the few layers
-
-
-class Turn(NamedTuple):
-    """A reply of the server."""
-
-    prompt_ids: list[int]
-    ids: list[int]
-    log_probs: list[float]
 
 
 def gemma3_folder(folder: Path) -> str:
@@ -99,18 +89,6 @@ def write_rows(folder: Path) -> Path:
     return path
 
 
-def ask(url: str, ids: Sequence[int], parts: Sequence[dict[str, str]]) -> Turn:
-    how = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "logprobs": 0, "ignore_eos": True}
-    body = {"token_ids": ids, "content_parts": parts or None, "return_token_ids": True, "sampling_params": how}
-    content = json.dumps(body).encode()
-    request = urllib.request.Request(f"{url}/inference/v1/generate", content, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as reply:
-        found: dict[str, Any] = json.load(reply)
-    (choice,) = found["choices"]
-    log_probs = [token["logprob"] for token in choice["logprobs"]["content"]]
-    return Turn(found["prompt_token_ids"], choice["token_ids"], log_probs)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 @torch.no_grad()
@@ -134,10 +112,14 @@ def test_greedy_tokens_equal_those_of_the_built_in_sampler(
     kind.check_engine(tokenizer)
     typed = [65, *sorted(kind.never_trained), 66]
     asked += [document.continued(typed) for document in asked[:3]]
-    own = sample(model, asked, Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS))
-    with start(Path(cfg.model.path), "--max-model-len", "512") as url:
-        found = [ask(url, *engine_prompt(document, tokenizer)) for document in asked]
-    assert [turn.prompt_ids for turn in found] == [document.ids.tolist() for document in asked]
+    how, numbers = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS), [0] * len(asked)
+    own = sample(model, asked, how, numbers=numbers)
+    flags = UNTIED if model.config.tied_embeddings else ()
+    with vllm_server(Path(cfg.model.path), "--max-model-len", "512", *flags, log=tmp_path / "log") as server:
+        generation = GenerationConfig.model_validate({"engine": "vllm", "engine_url": server.url})
+        engine = VLLMServer(generation, tmp_path, 512, tokenizer)
+        engine.publish(model)
+        found = engine.sample(asked, how, numbers)  # raises an error if the server expands other ids
     assert [turn.ids for turn in found] == [completion.ids for completion in own]
     for turn, completion in zip(found, own, strict=True):
         assert turn.log_probs == pytest.approx(completion.log_probs, abs=TOLERANCE)
