@@ -33,7 +33,7 @@ class PlannedRanks(ManyRanks):
         return ALONE.places(number)
 
     def share(self, micro_batches: Sequence[T]) -> Iterator[tuple[T, bool]]:
-        if getattr(micro_batches[0], "compares_steps", False):  # those of all ranks
+        if micro_batches and getattr(micro_batches[0], "compares_steps", False):  # those of all ranks
             micro_batches = micro_batches[: len(super().places(len(micro_batches)))]
         for micro_batch, is_last in ALONE.share(micro_batches):
             self._complete_gradients(is_last)

@@ -125,3 +125,10 @@ def test_a_round_ahead_takes_the_longer_of_sampling_and_training():
 def test_the_own_engine_is_planned_as_before(small_model: Path):
     found = planned("grpo", f"model.path={small_model}", "rewards=[length]", "data.source=none.jsonl", *SHAPE)
     assert found.engine is None and found.engine_bytes == 0 and found.whole_step_seconds == found.step_seconds
+
+
+@pytest.mark.long
+def test_rounds_are_planned_on_two_devices(small_model: Path):
+    own = (f"model.path={small_model}", "rewards=[length]", "data.source=none.jsonl", *SHAPE)
+    one, two = (planned("grpo", *own, processes=number) for number in (1, 2))
+    assert two.tokens == one.tokens and two.step_seconds < one.step_seconds
