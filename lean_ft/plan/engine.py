@@ -9,16 +9,17 @@ Source: vLLM 0.32; the share of the memory is `gpu_memory_utilization` of config
 """
 
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 import torch
 
 from lean_ft.data.largest import full_document
 from lean_ft.generation.decoding import PROMPT_TOKENS, forward_as_written, padded_inputs
 from lean_ft.models import Decoder, empty_model
+from lean_ft.online.engines.client import Client
 from lean_ft.online.engines.server import MOST_REQUESTS
+from lean_ft.online.engines.weights import why_no_adapter
 from lean_ft.online.rollouts import Rounds
-from lean_ft.peft import adapter_bytes, has_adapter
+from lean_ft.peft import adapter_bytes
 from lean_ft.plan.devices import Device, Machines
 from lean_ft.plan.result import EngineRound
 from lean_ft.plan.time import ATTENTION, Spent
@@ -32,12 +33,11 @@ OWN_SHARE = 0.92  # of a device's memory that vLLM takes by default
 # 2.9 GB/s); between machines, over 10 Gbit/s.
 FILE_BYTES_PER_SECOND = 2e9
 SHARED_FILE_BYTES_PER_SECOND = 1e9
-_HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def plan_engine(rounds: Rounds, cfg: OnlineConfig, policy: Decoder, device: Device, machines: Machines) -> EngineRound:
     """The round that a server samples for a run. Raises ValueError if weights cannot reach it as the settings say."""
-    is_here = (urlsplit(cfg.generation.engine_url).hostname or "") in _HERE
+    is_here = Client(cfg.generation.engine_url).is_local
     is_alone = not machines.engine_share and not (device.is_cpu and is_here)
     way = _way(cfg.generation.engine_weights, policy)
     if way == "nccl" and not is_alone:
@@ -116,7 +116,7 @@ class _Passes:
 def _way(asked: str, policy: Decoder) -> str:
     if asked != "auto":
         return asked
-    return "adapter" if has_adapter(policy) else "merged"
+    return "merged" if why_no_adapter(policy) else "adapter"
 
 
 def _seconds_per_byte(way: str, device: Device, is_here: bool) -> float:

@@ -147,21 +147,28 @@ def choose_way(asked: str, facts: ServerFacts, model: Decoder, client: Client, r
     return Merged(client, ranks, _folder(client, run, size, ranks), facts.unties_output and is_tied)
 
 
-def _problem_of_adapter(model: Decoder, facts: ServerFacts) -> str:
-    """Why the server does not get the adapter alone; empty if it can."""
+def why_no_adapter(model: Decoder) -> str:
+    """Why no vLLM server gets the adapter alone; empty if one that was started for it does."""
     layers = adapted_layers(model).values()
-    rank = max((layer.shape.rank * (1 if layer.start_A is None else 2) for layer in layers), default=0)
-    if not rank:
+    if not layers and not trained_rows(model):
         return "the run trains no adapter. Set lora.rank."
+    if trained_rows(model) or any(isinstance(layer, LoRAEmbedding | LoRAOutput) for layer in layers):
+        return "vLLM loads no adapter of the embedding or the output layer. Change lora.target_modules."
+    if any(layer.shape.dora for layer in layers):
+        return "vLLM loads no DoRA. Set lora.dora=false."
+    return ""
+
+
+def _problem_of_adapter(model: Decoder, facts: ServerFacts) -> str:
+    """Why this server does not get the adapter alone; empty if it does."""
+    if problem := why_no_adapter(model):
+        return problem
+    rank = max(layer.shape.rank * (1 if layer.start_A is None else 2) for layer in adapted_layers(model).values())
     if facts.max_adapter_rank < rank:
         start = f"Start it with --enable-lora --max-lora-rank {rank}."
         return f"the server loads adapters of rank {facts.max_adapter_rank}, and the run's has {rank}. {start}"
     if model.config.tied_embeddings and facts.unties_output:
         return "the server was told that the output layer is not tied, and has none of its own. Start it without that."
-    if trained_rows(model) or any(isinstance(layer, LoRAEmbedding | LoRAOutput) for layer in layers):
-        return "vLLM loads no adapter of the embedding or the output layer. Change lora.target_modules."
-    if any(layer.shape.dora for layer in layers):
-        return "vLLM loads no DoRA. Set lora.dora=false."
     return ""
 
 
