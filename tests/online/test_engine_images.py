@@ -17,7 +17,7 @@ from benchmarks.vllm_server import UNTIED, vllm_server
 from lean_ft.data import prompt_rows
 from lean_ft.data.columns import Document
 from lean_ft.data.images import ImageKind
-from lean_ft.generation import Sampling, sample
+from lean_ft.generation import Sampling, sample, stop_ids
 from lean_ft.models import load_model
 from lean_ft.models.vision.config import VISION_FAMILIES
 from lean_ft.online.engines import VLLMServer
@@ -112,7 +112,8 @@ def test_greedy_tokens_equal_those_of_the_built_in_sampler(
     kind.check_engine(tokenizer)
     typed = [65, *sorted(kind.never_trained), 66]
     asked += [document.continued(typed) for document in asked[:3]]
-    how, numbers = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS), [0] * len(asked)
+    how = Sampling(max_new_tokens=NEW_TOKENS, stop_ids=stop_ids(model, tokenizer))
+    numbers = [0] * len(asked)
     own = sample(model, asked, how, numbers=numbers)
     flags = UNTIED if model.config.tied_embeddings else ()
     with vllm_server(Path(cfg.model.path), "--max-model-len", "512", *flags, log=tmp_path / "log") as server:
