@@ -46,7 +46,7 @@ from lean_ft.settings import GenerationConfig
 COLUMNS = ["what", "found", "largest difference or clipped share", "rounds/min", "held-out reward"]
 PARTS = ("tokens", "rounds", "kills")
 TEXTS = ("1 + 1 =", "Once upon a time", "57, 45, 95: smallest", "The", "How many days has a week?", "3 * 4 - 2")
-NUM_TOKENS, STEPS, SEEDS = 32, 60, 3
+NUM_TOKENS, STEPS, SEEDS = 32, 60, 2
 SIZES = {
     "vocab_size": 768,
     "hidden_size": 128,

@@ -476,7 +476,7 @@ def test_the_picture_for_phones_has_the_words_of_the_wide_one(name):
 
 # Lines with these programs hold options of those programs.
 OTHER_PROGRAMS = re.compile(
-    r"(?: vllm serve|`tensorboard|llama-cli|llama-quantize|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "  # noqa: E501
+    r"(?:[ `]vllm serve|`tensorboard|llama-cli|llama-quantize|llama-mtmd-cli|convert_hf_to_gguf\.py|[dD]ocker|pip install|pip wheel|wsl) "  # noqa: E501
 )
 
 

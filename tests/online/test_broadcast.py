@@ -18,7 +18,7 @@ from lean_ft import load_model
 from lean_ft.models.source import tensors_on_disk
 from lean_ft.online.engines import broadcast, nccl
 from lean_ft.online.engines.broadcast import Broadcast
-from lean_ft.online.engines.client import Client, Refused
+from lean_ft.online.engines.client import Client, ServerRefusal
 from lean_ft.online.engines.replies import ServerFacts
 from lean_ft.system.shards import ALONE
 from lean_ft.training.bad_steps import TrainingFailed
@@ -142,7 +142,7 @@ def test_a_server_that_refuses_weights_ends_the_run(standin: StandIn, monkeypatc
 
     def ask(route: str, content: dict[str, Any] | None = None, **named: Any) -> dict[str, Any]:
         if route == "update_weights":
-            raise Refused("answered 500: no such tensor.")
+            raise ServerRefusal("answered 500: no such tensor.")
         return plain(route, content, **named)
 
     monkeypatch.setattr(standin, "ask", ask)

@@ -258,7 +258,15 @@ CASES = {
         "true", "model.path=IN/experts model.random_init=true generation.passes=2 optimizer.lr=0.1"
     ),
     "generation.engine_url": Case(
-        "http://127.0.0.1:2", "generation.engine=vllm loss.correction=token_truncate", counts=("error",)
+        "http://127.0.0.1:2",
+        "generation.engine=vllm loss.correction=token_truncate generation.engine_seconds=0.1",
+        counts=("error",),
+    ),
+    "generation.engine_weights": Case("adapter", "generation.engine=vllm", refused="and the run trains no adapter"),
+    "generation.engine_seconds": Case(
+        "0.1",
+        "generation.engine=vllm loss.correction=token_truncate generation.engine_url=http://127.0.0.1:2",
+        refused="generation.engine_seconds=0.1",
     ),
     "sample_every": Case("1"),
     "rewards": Case("[IN/rewards.py:constant]"),
@@ -367,7 +375,15 @@ OF_RECIPE: dict[str, Case | None] = {
     "online_dpo eval_pattern": None,
     "ppo eval_pattern": None,
     "ppo generation.engine_url": None,
-    "online_dpo generation.engine_url": Case("http://127.0.0.1:2", "generation.engine=vllm", counts=("error",)),
+    "online_dpo generation.engine_url": Case(
+        "http://127.0.0.1:2", "generation.engine=vllm generation.engine_seconds=0.1", counts=("error",)
+    ),
+    "online_dpo generation.engine_seconds": Case(
+        "0.1", "generation.engine=vllm", refused="generation.engine_seconds=0.1"
+    ),
+    "ppo generation.engine_seconds": None,
+    "ppo generation.engine_weights": None,
+    "online_dpo generation.engine": Case("vllm", "generation.engine_seconds=0.1", refused="does not answer"),
     "ppo loss.mask_truncated": Case("true", "generation.max_new_tokens=2"),
     "quantize model.router_aux_loss_coef": Case("0.5"),
     "classify data.columns": Case("{text: other}"),
@@ -442,7 +458,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "Set loss.correction=token_truncate": (["grpo"], "generation.engine"),
     "both need the same device and weights": (ONLINE_RECIPES, "generation.ahead"),
-    "does not answer": (["online_dpo"], "generation.engine"),  # no server runs in the tests
     "compares each with its expected value": (["ppo"], "generation.most_attempts"),
     "new_tokens is for training": (["generate", "chat", "evaluate"], "model.new_tokens"),
     "router_aux_loss_coef is for training": (["generate", "chat", "evaluate"], "model.router_aux_loss_coef"),

@@ -33,6 +33,7 @@ ALLOWED = {
     "parallel/tensor.py: setattr(owner, name)",
     "peft/experts.py: setattr(experts, projection)",
     "peft/lora.py: setattr(module, projection)",
+    "peft/published.py: setattr(module, name)",
     "quantize/float8.py: setattr(owner, name)",
     "quantize/torchao_kinds.py: setattr(model.get_submodule(place), own)",
     # Other values: fields of records, a number with the name of a function, a mark of the compiler, a recipe's

@@ -19,7 +19,7 @@ import torch
 
 from lean_ft.models import Decoder
 from lean_ft.online.engines import nccl
-from lean_ft.online.engines.client import Client, Refused, ServerError
+from lean_ft.online.engines.client import Client, ServerError, ServerRefusal
 from lean_ft.online.engines.replies import ServerFacts
 from lean_ft.online.engines.threads import in_thread
 from lean_ft.peft.published import published_parts
@@ -85,7 +85,7 @@ class Broadcast:
         """Join one communicator with the server's workers."""
         workers = self._client.ask("get_world_size").get("world_size")
         if type(workers) is not int or workers < 1:
-            raise Refused(f"{self._client.url} says that it has {workers!r:.40} workers; expected a number.")
+            raise ServerRefusal(f"{self._client.url} says that it has {workers!r:.40} workers; expected a number.")
         unique_id, size = nccl.unique_id(), workers + 1
         joining = {"nccl_unique_id_b64": b64encode(unique_id).decode(), "rank_offset": 1, "world_size": size}
         answer = in_thread(lambda: self._client.ask("init_weight_transfer_engine", {"init_info": joining}))

@@ -30,7 +30,7 @@ class Unreachable(ServerError):
     """No connection to the server, or a reply that broke off."""
 
 
-class Refused(ServerError):
+class ServerRefusal(ServerError):
     """The server answered with an error, or with something else than expected."""
 
     code = 0
@@ -76,7 +76,7 @@ class Client:
         """Return the JSON object that answers a POST of `content`, or a GET if it is None; an empty one for a reply
         that is no JSON, such as a text that confirms.
 
-        Raises Unreachable if there is no whole reply, and Refused if the reply is an error, too large, or too deep.
+        Raises Unreachable if there is no whole reply, and ServerRefusal if the reply is an error, too large or too deep.
         """
         body = None if content is None else json.dumps(content).encode()
         headers = {"Content-Type": "application/json"}
@@ -93,7 +93,7 @@ class Client:
             text = f"{place} answered {error.code}: {_message_of(said)}."
             if error.code in _STARTING:
                 raise Unreachable(text) from None
-            refusal = Refused(text)
+            refusal = ServerRefusal(text)
             refusal.code = error.code
             raise refusal from None
         except (OSError, HTTPException, ValueError) as error:
@@ -123,7 +123,7 @@ def _read(reply: _Readable, max_bytes: int, place: str) -> bytes:
         parts.append(part)
         size += len(part)
         if size > max_bytes:
-            raise Refused(f"{place} answered more than {max_bytes:,} bytes. Another program answers at this URL.")
+            raise ServerRefusal(f"{place} answered more than {max_bytes:,} bytes. Another program answers at this URL.")
         if time.monotonic() > deadline:
             raise Unreachable(f"{place} does not answer: its reply takes more than {LONGEST_SECONDS:.0f} s.")
     return b"".join(parts)
@@ -135,11 +135,11 @@ def read_object(text: bytes, place: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
-        raise Refused(f"{place} answered JSON that is not an object. Another program answers at this URL.")
+        raise ServerRefusal(f"{place} answered JSON that is not an object. Another program answers at this URL.")
     try:
         return plain(found, "the reply", markers=True, repair=True)
     except ValueError as error:
-        raise Refused(f"{place}: {error}.") from None
+        raise ServerRefusal(f"{place}: {error}.") from None
 
 
 def _message_of(text: str) -> str:

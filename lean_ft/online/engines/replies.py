@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lean_ft.online.engines.client import Refused
+from lean_ft.online.engines.client import ServerRefusal
 
 BYTES_PER_TOKEN = 512  # of a reply: an id with its log-probability takes about 200
 
 
 @dataclass(frozen=True)
-class Turn:
+class ServedTurn:
     """The tokens that the server sampled after a prompt."""
 
     ids: list[int]
@@ -37,40 +37,40 @@ class ServerFacts:
     unties_output: bool  # whether its command sets tie_word_embeddings=false
 
 
-def read_turn(reply: Mapping[str, Any], max_tokens: int, vocab_size: int, prompt: Sequence[int] | None) -> Turn:
+def read_turn(reply: Mapping[str, Any], max_tokens: int, vocab_size: int, prompt: Sequence[int] | None) -> ServedTurn:
     """The turn of a reply of /inference/v1/generate. prompt: the ids that the server must have read, if it expanded the
     prompt's placeholders.
 
-    Raises Refused if the reply lacks a field, or has other values than a sampled turn of at most `max_tokens` tokens.
+    Raises ServerRefusal if the reply lacks a field, or has other values than a turn of at most `max_tokens` tokens.
     """
     choices = reply.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise Refused(f"the server's reply has the `choices` {_short(choices)}; expected one.")
+        raise ServerRefusal(f"the server's reply has the `choices` {_short(choices)}; expected one.")
     choice = choices[0]
     ids, reason = choice.get("token_ids"), choice.get("finish_reason")
     if reason not in ("stop", "length"):
-        raise Refused(f"the server ended a completion by {_short(reason)}; expected stop or length.")
+        raise ServerRefusal(f"the server ended a completion by {_short(reason)}; expected stop or length.")
     if not isinstance(ids, list) or not 0 < len(ids) <= max_tokens or not all(_is_id(one, vocab_size) for one in ids):
-        raise Refused(
+        raise ServerRefusal(
             f"the server returned the `token_ids` {_short(ids)}; expected 1 to {max_tokens:,} ids below {vocab_size:,}."
         )
     if prompt is not None and reply.get("prompt_token_ids") != list(prompt):
         found = reply.get("prompt_token_ids")
-        raise Refused(
+        raise ServerRefusal(
             f"the server read a prompt of {len(found) if isinstance(found, list) else 'no'} tokens, and the run trains "
             f"one of {len(prompt)}: its processor computes other image tokens. Serve the folder that the run reads."
         )
     spans = choice.get("weight_versions")
     versions = [span.get("version") for span in spans if isinstance(span, dict)] if isinstance(spans, list) else []
-    return Turn(ids, _log_probs(choice, ids), reason == "stop", [_short(version) for version in versions])
+    return ServedTurn(ids, _log_probs(choice, ids), reason == "stop", [_short(version) for version in versions])
 
 
 def read_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> ServerFacts:
-    """The facts in the replies of /server_info?config_format=json and /version. Raises Refused if they lack them."""
+    """The facts in the replies of /server_info?config_format=json and /version. Raises ServerRefusal without them."""
     config = info.get("vllm_config")
     model = config.get("model_config") if isinstance(config, dict) else None
     if not isinstance(config, dict) or not isinstance(model, dict):
-        raise Refused("the server describes no `vllm_config`. It is not vLLM, or an older one than 0.32.")
+        raise ServerRefusal("the server describes no `vllm_config`. It is not vLLM, or an older one than 0.32.")
     adapters, transfer = config.get("lora_config"), config.get("weight_transfer_config")
     rank = adapters.get("max_lora_rank") if isinstance(adapters, dict) else 0
     backend = transfer.get("backend") if isinstance(transfer, dict) else ""
@@ -96,8 +96,8 @@ def _log_probs(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
     values: list[Any] = [entry.get("logprob") for entry in entries if isinstance(entry, dict)]
     # Roundings may be a little above 0.
     if found_ids != list(ids) or not all(type(one) in (int, float) and -math.inf < one < 1e-3 for one in values):
-        found = f"{_short(values)} as the log-probabilities of {_short(found_ids)}"
-        raise Refused(f"the server returned {len(ids)} tokens, and {found}; expected a finite number below 0 for each.")
+        found = f"{len(ids)} tokens, and {_short(values)} as the log-probabilities of {_short(found_ids)}"
+        raise ServerRefusal(f"the server returned {found}; expected a finite number below 0 for each.")
     return [float(value) for value in values]
 
 

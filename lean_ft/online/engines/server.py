@@ -32,8 +32,8 @@ from lean_ft.generation import Completion, Sampling
 from lean_ft.generation.decoding import running_rows
 from lean_ft.generation.turns import Replies, RunningRow
 from lean_ft.models import Decoder
-from lean_ft.online.engines.client import LONGEST_SECONDS, Client, Refused, ServerError, Unreachable
-from lean_ft.online.engines.replies import BYTES_PER_TOKEN, ServerFacts, Turn, read_facts, read_turn
+from lean_ft.online.engines.client import LONGEST_SECONDS, Client, ServerError, ServerRefusal, Unreachable
+from lean_ft.online.engines.replies import BYTES_PER_TOKEN, ServedTurn, ServerFacts, read_facts, read_turn
 from lean_ft.online.engines.threads import in_thread
 from lean_ft.online.engines.weights import Way, choose_way
 from lean_ft.peft.layers import adapted_layers
@@ -75,7 +75,7 @@ class VLLMServer:
         self._weights, self._patience_seconds = generation.engine_weights, generation.engine_seconds
         self._way: Way | None = None
         self.num_published, self._moved = 0, ""
-        self._version, self._model, self._vocab_size = "", None, 0
+        self._published, self._model, self._vocab_size = "", None, 0
         self._context: int | None = None  # of the model
         self._places, self._repair = Semaphore(MOST_REQUESTS), Lock()
         self.facts: ServerFacts = ranks.on_rank_zero(partial(self._meet, longest))
@@ -86,8 +86,11 @@ class VLLMServer:
         try:
             self._until_it_answers()
             facts = read_facts(self._client.ask("server_info?config_format=json"), self._client.ask("version"))
-        except (Refused, Unreachable) as error:
+        except ServerRefusal as error:
             raise ValueError(f"generation.engine=vllm: {error} {remedy}") from None
+        except Unreachable as error:
+            waited = f"The run waited generation.engine_seconds={self._patience_seconds:g}."
+            raise ValueError(f"generation.engine=vllm: {error} {waited} {remedy}") from None
         if not facts.returns_sampled_log_probs:
             raise ValueError(
                 f"generation.engine=vllm: {url} returns log-probabilities from before the temperature, top_k, top_p "
@@ -106,7 +109,7 @@ class VLLMServer:
         own = self._tokenizer.encode(_PROBE)
         try:
             reply = self._client.ask("tokenize", {"prompt": _PROBE, "add_special_tokens": False})
-        except Refused:
+        except ServerRefusal:
             return
         if isinstance(found := reply.get("tokens"), list) and found != own:
             raise ValueError(
@@ -125,7 +128,7 @@ class VLLMServer:
         way = self._way
         version = self._ranks.on_rank_zero(lambda: f"{way.name}-{uuid4().hex}")
         size = way.write(model, version)
-        self._version, self._model = version, way.model_of(version)
+        self._published, self._model = version, way.model_of(version)
         self._context, self._vocab_size = context_length(model.source.config), model.config.vocab_size
 
         self._ranks.on_rank_zero(partial(self._load, way, version))
@@ -159,7 +162,7 @@ class VLLMServer:
             try:
                 way.load(version)
                 break
-            except Refused as error:
+            except ServerRefusal as error:
                 raise TrainingFailed(f"The server did not load the weights. {error} {way.remedy}") from None
             except Unreachable:
                 if not left or not way.is_repeatable:
@@ -169,10 +172,9 @@ class VLLMServer:
 
     def _check_version(self) -> None:
         """Raise TrainingFailed if the server has other weights than the last ones."""
-        if (here := self._until_it_answers()) != self._version:
-            raise TrainingFailed(
-                f"{self._client.url} has weights of version {here:.40}; expected {self._version}. Another run uses it."
-            )
+        if (here := self._until_it_answers()) != self._published:
+            found = f"has weights of version {here:.40}; expected {self._published}"
+            raise TrainingFailed(f"{self._client.url} {found}. Another run uses it.")
 
     # Completions ------------------------------------------------------------------------------------------------------
 
@@ -217,11 +219,11 @@ class VLLMServer:
         completion.log_probs += turn.log_probs
         return row
 
-    def _turn(self, text: Document, how: Sampling) -> Turn:
+    def _turn(self, text: Document, how: Sampling) -> ServedTurn:
         """Sample after a text with the present weights, in spite of a few outages."""
         outage = ServerError()
         for _ in range(_MOST_OUTAGES):
-            version = self._version
+            version = self._published
             try:
                 turn = self._ask_turn(text, how)
                 if turn.versions == [version]:
@@ -230,7 +232,7 @@ class VLLMServer:
                 outage = Unreachable(f"{self._client.url} sampled with weights of version {versions}.")
             except Unreachable as error:
                 outage = error
-            except Refused as error:
+            except ServerRefusal as error:
                 # A server that ends answers 500, and one that was restarted has no adapter.
                 if error.code != 500 and self._model is None:
                     raise
@@ -238,7 +240,7 @@ class VLLMServer:
             self._outlast(outage)
         raise outage
 
-    def _ask_turn(self, text: Document, how: Sampling) -> Turn:
+    def _ask_turn(self, text: Document, how: Sampling) -> ServedTurn:
         prompt = engine_prompt(text, self._tokenizer)
         request: dict[str, Any] = {
             "token_ids": prompt.ids,
@@ -270,14 +272,14 @@ class VLLMServer:
     def _until_it_answers(self) -> str:
         """Wait until the server answers. Return the version of its weights.
 
-        Raises Unreachable after `generation.engine_seconds`, and Refused if another program answers.
+        Raises Unreachable after `generation.engine_seconds`, and ServerRefusal if another program answers.
         """
         deadline, is_told = time.monotonic() + self._patience_seconds, False
         while True:
             try:
                 return str(self._client.ask("weight_info").get("weight_version"))
             except ServerError as error:
-                if time.monotonic() > deadline or (isinstance(error, Refused) and error.code != 500):
+                if time.monotonic() > deadline or (isinstance(error, ServerRefusal) and error.code != 500):
                     raise
                 if not is_told:
                     say("waiting", f"{error} The run waits for up to {self._patience_seconds:.0f} s.")
@@ -301,7 +303,7 @@ class VLLMServer:
                 if self._way is None or not self._way.is_repeatable:
                     raise TrainingFailed(f"{self._client.url} was restarted. Run the same command again.")
                 say("engine", f"{self._client.url} was restarted; it loads the weights again")
-                self._way.load(self._version)
+                self._way.load(self._published)
             self._check_version()
 
 

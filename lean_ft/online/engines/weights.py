@@ -24,7 +24,7 @@ from lean_ft.models import Decoder
 from lean_ft.models.new_model import empty_decoder
 from lean_ft.models.safetensors_file import write_file
 from lean_ft.online.engines.broadcast import Broadcast
-from lean_ft.online.engines.client import Client, Refused
+from lean_ft.online.engines.client import Client, ServerRefusal
 from lean_ft.online.engines.replies import ServerFacts
 from lean_ft.peft.experts import ExpertsAdapter
 from lean_ft.peft.layers import LoRAEmbedding, LoRAOutput, adapted_layers
@@ -51,7 +51,7 @@ class Way(Protocol):
         ...
 
     def load(self, version: str) -> None:
-        """Let the server load what was written. Raises Refused or Unreachable if it does not."""
+        """Let the server load what was written. Raises ServerRefusal or Unreachable if it does not."""
         ...
 
     def model_of(self, version: str) -> str | None:
@@ -115,7 +115,7 @@ class Adapter:
         self._client.ask("v1/load_lora_adapter", {**adapter, "is_3d_lora_weight": self._has_stacks})
         self._client.ask("update_weight_version", {"new_version": version})
         if self._loaded not in ("", version):
-            with suppress(Refused):  # a server that was restarted does not have it
+            with suppress(ServerRefusal):  # a server that was restarted does not have it
                 self._client.ask("v1/unload_lora_adapter", {"lora_name": self._loaded})
             shutil.rmtree(self._folder / self._loaded, ignore_errors=True)
         self._loaded = version
