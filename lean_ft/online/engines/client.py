@@ -76,7 +76,7 @@ class Client:
         """Return the JSON object that answers a POST of `content`, or a GET if it is None; an empty one for a reply
         that is no JSON, such as a text that confirms.
 
-        Raises Unreachable if there is no whole reply, and ServerRefusal if the reply is an error, too large or too deep.
+        Raises Unreachable if there is no whole reply, and ServerRefusal if the reply is an error, too large or deep.
         """
         body = None if content is None else json.dumps(content).encode()
         headers = {"Content-Type": "application/json"}
