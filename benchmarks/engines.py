@@ -1,6 +1,6 @@
 """Training with a real vLLM server on this CPU: equal tokens, rounds per minute, and runs and servers that are killed.
 
-    python benchmarks/engines.py                   # about 25 minutes on two cores
+    python benchmarks/engines.py                   # about 15 minutes on two cores
     python benchmarks/engines.py --only tokens
 
 `tokens`: greedy completions of the server next to lean_ft's own sampler in float32, before and after updates of the
