@@ -143,11 +143,13 @@ def read_object(text: bytes, place: str) -> dict[str, Any]:
 
 
 def _message_of(text: str) -> str:
-    """The message of vLLM's error, or the text itself."""
+    """The message of vLLM's error, or the text itself, in one line."""
     try:
         found = json.loads(text)["error"]
         text = found if isinstance(found, str) else str(found["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    text = text.strip().rstrip(".")
+    text = " ".join(text.split()).rstrip(".")
+    if text.startswith("<"):
+        return "an HTML page. Another program answers at this URL"
     return text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:_MAX_ERROR_CHARACTERS]} ..."
