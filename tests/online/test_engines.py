@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lean_ft import load_model, load_tokenizer
 from lean_ft.data import Prompt
@@ -307,6 +307,17 @@ def test_the_run_outlasts_a_restart_and_half_a_reply(tmp_path: Path, server: Ser
     server.version = "of another run"
     with pytest.raises(TrainingFailed, match="has weights of version of another run; expected merged-"):
         engine.sample(prompts, HOW, [0, 0])
+
+
+def test_files_of_another_model_are_not_published(tmp_path: Path, server: Server) -> None:
+    """A killed run leaves its files, and another model may follow in its directory."""
+    plain, folders = server.load, list[Path]()
+    server.load = lambda path: folders.append(path) or plain(path)
+    for _ in range(2):
+        engine_of(server, tmp_path).publish(server.model)
+        save_file({"lm_head.weight": torch.zeros(1)}, folders[-1] / "lm_head.safetensors")
+    assert folders[0] == folders[1] and len(server.weights) == 2
+    assert server.weights[0].keys() == server.weights[1].keys()
 
 
 def test_a_server_that_does_not_come_back_ends_the_run(tmp_path: Path, server: Server) -> None:

@@ -133,9 +133,7 @@ def choose_way(asked: str, facts: ServerFacts, model: Decoder, client: Client, r
     if asked == "adapter" and problem:
         raise ValueError(f"generation.engine_weights=adapter: {problem} Or set generation.engine_weights=merged.")
     if asked in ("adapter", "auto") and not problem:
-        folder = _folder(client, run, 2 * adapter_bytes(model), ranks)
-        ranks.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))  # of a run that was killed
-        return Adapter(client, ranks, folder)
+        return Adapter(client, ranks, _folder(client, run, 2 * adapter_bytes(model), ranks))
     is_tied = model.config.tied_embeddings
     if is_tied and facts.device == "cpu" and not facts.unties_output:
         raise ValueError(
@@ -173,10 +171,12 @@ def _problem_of_adapter(model: Decoder, facts: ServerFacts) -> str:
 
 
 def _folder(client: Client, run: Path, needed_bytes: int, ranks: Ranks) -> Path:
-    """The folder for files that the server reads, which rank 0 removes when its process ends: in memory if the server
-    is on this machine and they fit, otherwise in the run's directory."""
+    """An empty folder for files that the server reads: in memory if the server is on this machine and they fit,
+    otherwise in the run's directory. Rank 0 removes it when its process ends."""
     folder = ranks.on_rank_zero(lambda: _in_memory(run, needed_bytes) if client.is_local else None)
     folder = folder or run.absolute() / "engine"
+    # Files of a run that was killed may be of another model, and the server would read them too.
+    ranks.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
     if ranks.rank == 0:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
