@@ -42,6 +42,7 @@ from lean_ft.generation.stopping import stop_ids
 from lean_ft.hub.paths import resolve_model_path
 from lean_ft.online.engines import VLLMServer
 from lean_ft.settings import GenerationConfig
+from lean_ft.system.units import counted
 
 COLUMNS = ["what", "found", "largest difference or clipped share", "rounds/min", "held-out reward"]
 PARTS = ("tokens", "rounds", "kills")
@@ -102,7 +103,7 @@ def compare_tokens(top: Path) -> list[dict[str, Any]]:
                     for a, b in zip(one.log_probs, other.log_probs, strict=True)
                 ]
                 total = sum(len(one.ids) for one in own)
-                what = f"{name}; {number_of_updates} updates" if number_of_updates else name
+                what = f"{name}; {counted(number_of_updates, 'updates')}" if number_of_updates else name
                 found = f"{equal} of {total} greedy tokens equal"
                 rows.append({"status": "ok", "label": what, "found": found, "difference": max(gaps, default=None)})
                 with torch.no_grad():
