@@ -23,7 +23,7 @@ from lean_ft.online.engines.replies import ServerFacts
 from lean_ft.system.shards import ALONE
 from lean_ft.training.bad_steps import TrainingFailed
 
-FACTS = ServerFacts("0.32.0", None, True, 0, "nccl", "cuda", "torch.float32", False)
+FACTS = ServerFacts("0.32.0", None, True, 0, "nccl", "cuda", "torch.float32", False, False)
 
 
 class StandIn:
@@ -157,4 +157,4 @@ def test_what_nccl_cannot_send_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nccl needs a GPU, and the run is on cpu"):
         Broadcast(client, ALONE, model, FACTS)
     with pytest.raises(ValueError, match="the server was started with none. Start it with --weight-transfer-config"):
-        Broadcast(client, ALONE, model, ServerFacts("0.32.0", None, True, 0, "", "cuda", "torch.float32", False))
+        Broadcast(client, ALONE, model, ServerFacts("0.32.0", None, True, 0, "", "cuda", "torch.float32", False, False))

@@ -270,6 +270,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path, train: Callable[..., Path], s
         server.facts["model_config"] = FACTS["model_config"] | change
         with pytest.raises(ValueError, match=message):
             train("generation.engine=vllm")
+    server.facts = {**FACTS, "device_config": {"device": "cpu"}, "scheduler_config": {"enable_chunked_prefill": True}}
+    with pytest.raises(ValueError, match="Start it with --no-enable-chunked-prefill"):
+        train("generation.engine=vllm")
     server.facts = {**FACTS, "device_config": {"device": "cpu"}}
     with pytest.raises(ValueError, match="keeps an old copy of a tied output layer"):
         train("generation.engine=vllm")

@@ -34,6 +34,7 @@ class ServerFacts:
     weight_transfer: str  # the backend, or empty
     device: str  # cpu, cuda, ...
     dtype: str  # torch.float32, ...
+    cuts_prompts: bool  # whether it may read a prompt in several passes
     unties_output: bool  # whether its command sets tie_word_embeddings=false
 
 
@@ -71,6 +72,7 @@ def read_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> ServerFac
     model = config.get("model_config") if isinstance(config, dict) else None
     if not isinstance(config, dict) or not isinstance(model, dict):
         raise ServerRefusal("the server describes no `vllm_config`. It is not vLLM, or an older one than 0.32.")
+    scheduler = config.get("scheduler_config")
     adapters, transfer = config.get("lora_config"), config.get("weight_transfer_config")
     rank = adapters.get("max_lora_rank") if isinstance(adapters, dict) else 0
     backend = transfer.get("backend") if isinstance(transfer, dict) else ""
@@ -83,6 +85,7 @@ def read_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> ServerFac
         weight_transfer=backend if isinstance(backend, str) else "",
         device=_short(device.get("device")) if isinstance(device, dict) else "",
         dtype=_short(model.get("dtype")),
+        cuts_prompts=isinstance(scheduler, dict) and scheduler.get("enable_chunked_prefill") is True,
         unties_output=isinstance(overrides, dict) and overrides.get("tie_word_embeddings") is False,
     )
 

@@ -96,6 +96,11 @@ class VLLMServer:
                 f"generation.engine=vllm: {url} returns log-probabilities from before the temperature, top_k, top_p "
                 "and min_p. Start it with --logprobs-mode processed_logprobs."
             )
+        if facts.device == "cpu" and facts.cuts_prompts:
+            raise ValueError(
+                f"generation.engine=vllm: {url} runs on a CPU, where vLLM fails if it reads the prompt of a request with "
+                "a seed in several passes. Start it with --no-enable-chunked-prefill."
+            )
         if facts.max_tokens is not None and facts.max_tokens < longest:
             raise ValueError(
                 f"generation.engine=vllm: {url} reads {facts.max_tokens:,} tokens, and a prompt with its completion "
