@@ -98,8 +98,8 @@ class VLLMServer:
             )
         if facts.device == "cpu" and facts.cuts_prompts:
             raise ValueError(
-                f"generation.engine=vllm: {url} runs on a CPU, where vLLM fails if it reads the prompt of a request with "
-                "a seed in several passes. Start it with --no-enable-chunked-prefill."
+                f"generation.engine=vllm: {url} runs on a CPU, where vLLM fails if it reads the prompt of a request "
+                "with a seed in several passes. Start it with --no-enable-chunked-prefill."
             )
         if facts.max_tokens is not None and facts.max_tokens < longest:
             raise ValueError(
