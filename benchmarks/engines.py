@@ -19,7 +19,6 @@ Writes `results/engines_<hardware>.json`.
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -32,8 +31,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from results import RESULTS, ROOT, Hardware, print_result, require_hardware, write_result
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from vllm_server import UNTIED, VERSION, VLLMProcess, vllm_server
+from vllm_server import UNTIED, VERSION, VLLMProcess, random_model, vllm_server
 
 from lean_ft import load_model, load_tokenizer
 from lean_ft.data.columns import Document
@@ -48,32 +46,6 @@ COLUMNS = ["what", "found", "largest difference or clipped share", "rounds/min",
 PARTS = ("tokens", "rounds", "kills")
 TEXTS = ("1 + 1 =", "Once upon a time", "57, 45, 95: smallest", "The", "How many days has a week?", "3 * 4 - 2")
 NUM_TOKENS, STEPS, SEEDS = 32, 60, 2
-SIZES = {
-    "vocab_size": 768,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def random_model(kind: str, folder: Path) -> Path:
-    """A folder of a random model with the embedded tokenizer."""
-    torch.manual_seed(0)
-    if kind == "llama":
-        LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SIZES)).save_pretrained(folder)
-    else:
-        Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **SIZES)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resolve_model_path("tiny") / name, folder / name)
-    return folder
 
 
 def compare_tokens(top: Path) -> list[dict[str, Any]]:

@@ -1,12 +1,13 @@
 """A real vLLM server on this CPU, for benchmarks and long tests.
 
-    python benchmarks/vllm_server.py      # install vLLM's CPU build into an environment of its own (3.5 GB)
+    python benchmarks/vllm_server.py      # install vLLM's CPU build into a separate environment (3.5 GB)
 
 The environment variable VLLM_PYTHON names the Python of another environment.
 """
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,20 @@ FLAGS = ("--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--logpr
 FLAGS += ("--no-enable-chunked-prefill",)  # the CPU build fails if it cuts the prompt of a request with a seed
 UNTIED = ("--hf-overrides", '{"tie_word_embeddings": false}')
 """For a model with tied embeddings, of which vLLM's CPU build would keep an old copy of the output layer."""
+SIZES = {
+    "vocab_size": 768,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 ADAPTERS = ("--enable-lora", "--max-lora-rank", "16")
 
 
@@ -59,6 +74,25 @@ def vllm_python() -> Path:
                 operators.write_text("")  # of CUDA's operators, which this build of torchvision does not have
             done.touch()
     return python
+
+
+def random_model(kind: str, folder: Path, **sizes: int) -> Path:
+    """Write a random model of 0.9 million parameters with the embedded tokenizer. kind: llama, or qwen3 with tied
+    embeddings; sizes: other fields of its config.json. Return the folder."""
+    import torch  # here, since installing needs neither
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from lean_ft.hub.paths import resolve_model_path
+
+    torch.manual_seed(0)
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **SIZES | sizes))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **SIZES | sizes))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_model_path("tiny") / name, folder / name)
+    return folder
 
 
 class VLLMProcess:

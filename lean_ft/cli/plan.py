@@ -326,7 +326,7 @@ def _print_engine(rehearsal: "Rehearsal", device: "Device") -> None:
     if (engine := rehearsal.engine) is None:
         return
     console, held = stdout(), engine.weight_bytes + engine.cache_bytes
-    place = f"the same {device.name}" if engine.shares_device else f"a {device.name} of its own"
+    place = f"the same {device.name}" if engine.shares_device else f"a separate {device.name}"
     limit = "" if engine.memory_bytes is None else f" of the {gibibytes(engine.memory_bytes)} that it may take"
     console.print(Text(f"engine on {place}: {gibibytes(held)}{limit}", style="bold"))
     rows = counted(max(1, engine.rows), "completions")

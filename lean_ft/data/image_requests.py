@@ -28,8 +28,8 @@ from lean_ft.images.reading import resized
 from lean_ft.images.rules import ImageRules
 from lean_ft.tokenizers import Tokenizer
 
-# Model types whose images vLLM reads as the trainer does: tests/online/test_engine_images.py, and the others of Qwen,
-# which have the same processor.
+# Model types whose images vLLM and the trainer read alike. Each of their image processors was compared with a real
+# server (docs/images.md).
 _READ_ALIKE = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 _SIDES = [side for power in range(5, 13) for side in (2**power, 2**power * 11 // 8)]  # 32 to 5,632
 _SHAPES = [Size(wide, high) for wide in _SIDES for high in _SIDES if max(wide, high) <= 8 * min(wide, high)]
@@ -44,7 +44,10 @@ def check_rules(rules: ImageRules, tokenizer: Tokenizer) -> None:
             f"expected one of {', '.join(_READ_ALIKE)}. Set generation.engine=own, or model.images=none."
         )
     if tokenizer.token_id(rules.placeholder) is None:
-        raise ValueError(f"the tokenizer has no token {rules.placeholder}, which stands for an image in requests.")
+        raise ValueError(
+            f"the tokenizer has no token {rules.placeholder}, and requests to an engine mark images with it. Set "
+            "generation.engine=own, or add the token to the tokenizer."
+        )
     if not rules.states_colors:
         raise ValueError(
             "the model's preprocessor_config.json or processor_config.json names no image_mean and image_std, and vLLM "
@@ -107,7 +110,10 @@ def with_placeholders(document: Document, rules: ImageRules, tokenizer: Tokenize
         for one, next in pairwise(around)
     ]
     if any(placeholder in text for text in texts[:-1]):  # the engine replaces the first ones
-        raise ValueError(f"a prompt has a token {rules.placeholder} before an image that does not stand for an image.")
+        raise ValueError(
+            f"the text of a prompt has the image token {rules.placeholder} before its last image, and an engine would "
+            "read it as an image. Remove it from the row, or set generation.engine=own."
+        )
     ids = texts[0]
     for text in texts[1:]:
         ids = [*ids, placeholder, *text]

@@ -67,6 +67,7 @@ class Sampler:
                 "Copy the recipe again with `leanft cp`, or remove tools and environment."
             )
         self._episodes = episodes if cfg.has_turns else None
+        self._published_for: int | None = None  # seed of the round that the server has the weights for
         self._under_way: Future[list[Completion]] | None = None  # a round that is sampled ahead
 
     @cached_property
@@ -101,7 +102,9 @@ class Sampler:
 
     def _begin(self, prompts: Sequence[Prompt], seed: int | None = None) -> None:
         """seed: of a round."""
-        if (server := self._server) is not None:
+        # Several attempts at one round sample with the same weights.
+        if (server := self._server) is not None and (seed is None or seed != self._published_for):
+            self._published_for = seed
             wait([] if self._under_way is None else [self._under_way])
             for kind in prompts[0].text.kinds:
                 kind.check_engine(self._tokenizer)

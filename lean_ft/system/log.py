@@ -36,18 +36,19 @@ SLOW_SECONDS = 5.0
 
 
 @contextmanager
-def slow_calls_reported(what: str) -> Iterator[list[float]]:
-    """Context manager that logs that a call of `what` is still running, after 5 s, 10 s, 20 s and so on.
+def slow_calls_reported(what: str, slow_seconds: float | None = None) -> Iterator[list[float]]:
+    """Context manager that logs that a call of `what` is still running, after 5 s (or `slow_seconds`), twice that time,
+    four times that time and so on.
 
     Yields the time at which the call began, in a list: set it at each of several calls, and to infinity in between.
     """
     began, done = [time.monotonic()], threading.Event()
 
     def report() -> None:
-        limit = SLOW_SECONDS
-        while not done.wait(SLOW_SECONDS / 5):
+        first = limit = SLOW_SECONDS if slow_seconds is None else slow_seconds
+        while not done.wait(first / 5):
             seconds = time.monotonic() - began[0]
-            limit = SLOW_SECONDS if seconds < SLOW_SECONDS else limit
+            limit = first if seconds < first else limit
             if seconds >= limit:
                 say("waiting", f"{what} has run for {seconds:.0f} s")
                 limit *= 2

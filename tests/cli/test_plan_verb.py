@@ -112,7 +112,7 @@ def test_a_server_is_planned_on_its_own_card_or_with_a_share_of_the_training_car
         return re.sub(r"\s+", " ", leanft.ok(*sampled, *server, *more).out)
 
     apart = printed()
-    assert "engine on a T4 of its own: 3.00 GiB of the 13.43 GiB that it may take" in apart
+    assert "engine on a separate T4: 3.00 GiB of the 13.43 GiB that it may take" in apart
     assert "weights 0.5 s (merged, 1.00 GiB), sampling 10 s (20.0 ms for a token of 13 completions)" in apart
     assert "takes 14 s one after the other, and 11 s with generation.ahead=1 (1.27x as fast)" in apart
     assert "speed: 43 tokens/s, 14 s a step" in apart and "speed: 55 tokens/s, 11 s a step" in printed(

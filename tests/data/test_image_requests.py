@@ -135,7 +135,7 @@ def test_a_placeholder_before_an_image_is_refused(qwen: Family):
     before = Document.of([65, qwen.image_id])
     ids, trained = (np.concatenate([getattr(part, n) for part in (before, document)]) for n in ("ids", "trained"))
     per_token = {n: np.concatenate([np.zeros(2, values.dtype), values]) for n, values in document.per_token.items()}
-    with pytest.raises(ValueError, match="does not stand for an image"):
+    with pytest.raises(ValueError, match="before its last image, and an engine would read it as an image"):
         engine_prompt(replace(document, ids=ids, trained=trained, per_token=per_token), qwen.tokenizer)
 
 

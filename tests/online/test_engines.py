@@ -121,6 +121,13 @@ def test_an_adapter_is_sent_alone(train: Callable[..., Path], server: Server) ->
 
 
 @pytest.mark.long
+def test_attempts_at_a_round_share_its_weights(train: Callable[..., Path], server: Server) -> None:
+    """No completion is right, so each round has two attempts."""
+    train("generation.engine=vllm", "rewards=[exact_answer]", "generation.most_attempts=2")
+    assert server.asked == 2 * UPDATES and len(server.prompts) == 2 * 2 * 8
+
+
+@pytest.mark.long
 def test_an_adapter_is_merged_on_the_way(train: Callable[..., Path], server: Server) -> None:
     folder = train("generation.engine=vllm", "lora.rank=4")
     merged, _ = load_merged(folder / "step_00000001", dtype=torch.float32)

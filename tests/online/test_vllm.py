@@ -1,4 +1,4 @@
-"""Sampling by a real vLLM server, its CPU build, in an environment of its own. Installing takes 3.5 GB."""
+"""Sampling by a real vLLM server, its CPU build, in a separate environment. Installing takes 3.5 GB."""
 
 import shutil
 import threading
@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.vllm_server import ADAPTERS, UNTIED, VLLMProcess, vllm_server
+from benchmarks.vllm_server import ADAPTERS, UNTIED, VLLMProcess, random_model, vllm_server
 from lean_ft import load_model, load_tokenizer
 from lean_ft.data.columns import Document
 from lean_ft.generation import Sampling, sample
-from lean_ft.hub.paths import resolve_model_path
 from lean_ft.online.engines import VLLMServer
 from lean_ft.online.engines.client import Client
 from lean_ft.peft import apply_lora
@@ -24,21 +22,7 @@ from tests.recipes.conftest import PROBLEMS, run_recipe
 from tests.training.toy_runs import digests, metrics
 
 pytestmark = pytest.mark.long
-SIZES = {
-    "vocab_size": 768,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-MODELS = {"llama": (LlamaForCausalLM, LlamaConfig, False), "qwen3": (Qwen3ForCausalLM, Qwen3Config, True)}
+MODELS = {"llama": False, "qwen3": True}  # whether embeddings are tied
 GREEDY = Sampling(24, stop_ids=frozenset([2]))
 RUN = (*PROBLEMS, "rewards=[length]", "generation.engine=vllm", "generation.max_new_tokens=8", "save_every=1")
 RUN += ("gradient_accumulation_steps=1", "batch_size=8", "generation.num_answers=4", "device=cpu", "plan=false")
@@ -47,11 +31,8 @@ RUN += ("gradient_accumulation_steps=1", "batch_size=8", "generation.num_answers
 @pytest.fixture(scope="module", params=MODELS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
     """A folder of a random model with the embedded tokenizer, and its server."""
-    torch.manual_seed(0)
-    top, (kind, config, is_tied) = tmp_path_factory.mktemp(request.param), MODELS[request.param]
-    kind(config(tie_word_embeddings=is_tied, **SIZES)).save_pretrained(top / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resolve_model_path("tiny") / name, top / "model" / name)
+    top, is_tied = tmp_path_factory.mktemp(request.param), MODELS[request.param]
+    random_model(request.param, top / "model")
     flags = ("--max-model-len", "512", *ADAPTERS)
     with vllm_server(top / "model", *flags, *(UNTIED if is_tied else ()), log=top / "log") as server:
         yield top / "model", server
@@ -154,10 +135,8 @@ def test_runs_with_a_server(served: tuple[Path, Any], recipe: str, tmp_path: Pat
 def test_another_model_is_refused(served: tuple[Path, Any], tmp_path: Path) -> None:
     """The server loads the weights of a model with fewer layers, and keeps its others."""
     folder, server = served
-    kind, config, is_tied = MODELS["qwen3" if "qwen3" in folder.parent.name else "llama"]
-    kind(config(tie_word_embeddings=is_tied, **SIZES | {"num_hidden_layers": 2})).save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, tmp_path / "model" / name)
+    kind = "qwen3" if "qwen3" in folder.parent.name else "llama"
+    random_model(kind, tmp_path / "model", num_hidden_layers=2)
     given = [*RUN, f"generation.engine_url={server.url}", "loss.correction=token_truncate", "max_steps=1"]
     with pytest.raises(ValueError, match="computes another model"):
         run_recipe("grpo", tmp_path / "run", *given, f"model.path={tmp_path / 'model'}")

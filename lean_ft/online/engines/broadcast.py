@@ -9,9 +9,11 @@ Sharded weights are gathered on rank 0, a layer at a time.
 Source: vLLM 0.32, distributed/weight_transfer/nccl_engine.py and nccl_common.py (`nccl_unique_id_b64`).
 """
 
+import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,11 +27,14 @@ from lean_ft.online.engines.threads import in_thread
 from lean_ft.peft.published import published_parts
 from lean_ft.system.shards import Part, Ranks
 
+_POLL_SECONDS = 0.001
+_REFUSAL_SECONDS = 0.2  # in which a server refuses to join
+
 
 class Broadcast:
     """Weights over NCCL."""
 
-    name, is_repeatable = "nccl", False
+    name, is_repeatable, keeps_base = "nccl", False, False
     remedy = 'Start it with --weight-transfer-config \'{"backend": "nccl"}\', or set generation.engine_weights=merged.'
 
     def __init__(self, client: Client, ranks: Ranks, model: Decoder, facts: ServerFacts) -> None:
@@ -42,11 +47,13 @@ class Broadcast:
                 f"generation.engine_weights=nccl needs a GPU, and the run is on {model.device}. Set merged."
             )
         self._client, self._ranks, self._device = client, ranks, model.device
+        self._stream = torch.cuda.Stream(model.device)
         self._communicator: nccl.Communicator | None = None
         self._problem: ServerError | None = None
 
     def write(self, model: Decoder, version: str) -> int:
-        """Send the weights. Rank 0 sends what all ranks gather, and goes on gathering if the server fails."""
+        """Send the weights. All ranks gather each layer, and rank 0 sends it. If the server fails, rank 0 keeps
+        gathering, because the other ranks wait for it."""
         size, self._problem = 0, None
         self._try(self._begin)
         for _, parts in published_parts(model, self._ranks, on_rank_zero=True):
@@ -55,15 +62,12 @@ class Broadcast:
         return size
 
     def load(self, version: str) -> None:
-        try:
-            if self._problem is not None:
-                raise self._problem
-            self._client.ask("finish_weight_update", {"weight_version": version})
-        finally:
-            self._client.ask("resume", {})
-
-    def model_of(self, version: str) -> str | None:
-        return None
+        if self._problem is not None:
+            with suppress(ServerError):  # the first problem is the one to report
+                self._client.ask("resume", {})
+            raise self._problem
+        self._client.ask("finish_weight_update", {"weight_version": version})
+        self._client.ask("resume", {})
 
     def _try(self, work: Callable[[], None]) -> None:
         """Work on rank 0, until the server fails."""
@@ -101,27 +105,33 @@ class Broadcast:
 
     def _send(self, parts: Mapping[str, Part]) -> None:
         """Send the tensors of a layer."""
-        tensors = [part.values.contiguous() for part in parts.values()]
+        # Weights that are streamed are in host memory.
+        tensors = [part.values.to(self._device).contiguous() for part in parts.values()]
         announced = {
             "names": list(parts),
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
         answer = in_thread(lambda: self._client.ask("update_weights", {"update_info": announced}))
-        _fail_early(answer)
         communicator = self._communicator
         assert communicator is not None
-        with torch.cuda.device(self._device):
+        # A separate stream: if the server fails, the device can continue with other work.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             for tensor in tensors:
                 communicator.broadcast(tensor)
-            torch.cuda.synchronize(self._device)
+        sent = self._stream.record_event()
+        while not sent.query():
+            if answer.done():
+                answer.result()  # raises the server's error
+            time.sleep(_POLL_SECONDS)
         answer.result()
 
 
 def _fail_early(answer: Future[Any]) -> None:
     """Raise the server's error if it refuses at once, instead of waiting for it in a collective."""
     try:
-        answer.exception(timeout=0.2)
+        answer.exception(timeout=_REFUSAL_SECONDS)
     except TimeoutError:
         return
     answer.result()

@@ -14,6 +14,7 @@ With several training processes, rank 0 speaks with the server.
 Source: vLLM 0.32, entrypoints/scale_out/token_in_token_out and entrypoints/rl/online.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -32,13 +33,13 @@ from lean_ft.generation import Completion, Sampling
 from lean_ft.generation.decoding import running_rows
 from lean_ft.generation.turns import Replies, RunningRow
 from lean_ft.models import Decoder
-from lean_ft.online.engines.client import LONGEST_SECONDS, Client, ServerError, ServerRefusal, Unreachable
+from lean_ft.online.engines.client import Client, ServerError, ServerRefusal, Unreachable
 from lean_ft.online.engines.replies import BYTES_PER_TOKEN, ServedTurn, ServerFacts, read_facts, read_turn
 from lean_ft.online.engines.threads import in_thread
 from lean_ft.online.engines.weights import Way, choose_way
 from lean_ft.peft.layers import adapted_layers
 from lean_ft.settings import GenerationConfig
-from lean_ft.system.log import say
+from lean_ft.system.log import say, slow_calls_reported
 from lean_ft.system.shards import ALONE, Ranks
 from lean_ft.system.units import gibibytes
 from lean_ft.tokenizers import Tokenizer
@@ -75,7 +76,7 @@ class VLLMServer:
         self._weights, self._patience_seconds = generation.engine_weights, generation.engine_seconds
         self._way: Way | None = None
         self.num_published, self._moved = 0, ""
-        self._published, self._model, self._vocab_size = "", None, 0
+        self._published, self._vocab_size = "", 0
         self._context: int | None = None  # of the model
         self._places, self._repair = Semaphore(MOST_REQUESTS), Lock()
         self.facts: ServerFacts = ranks.on_rank_zero(partial(self._meet, longest))
@@ -133,7 +134,7 @@ class VLLMServer:
         way = self._way
         version = self._ranks.on_rank_zero(lambda: f"{way.name}-{uuid4().hex}")
         size = way.write(model, version)
-        self._published, self._model = version, way.model_of(version)
+        self._published = version
         self._context, self._vocab_size = context_length(model.source.config), model.config.vocab_size
 
         self._ranks.on_rank_zero(partial(self._load, way, version))
@@ -143,8 +144,12 @@ class VLLMServer:
     def is_exact(self, model: Decoder) -> bool:
         """Whether the server computes in float32 with the weights of the model, which does so too."""
         quantized = any(layer.frozen.form.kind != "plain" for layer in adapted_layers(model).values())
-        keeps_base = self._model is not None and quantized
-        return model.dtype == torch.float32 and self.facts.dtype == "torch.float32" and not keeps_base
+        other_base = self._keeps_base and quantized
+        return model.dtype == torch.float32 and self.facts.dtype == "torch.float32" and not other_base
+
+    @property
+    def _keeps_base(self) -> bool:
+        return self._way is not None and self._way.keeps_base
 
     def report(self, difference: float) -> None:
         """Log how the run samples. difference: the largest one of log-probabilities."""
@@ -155,7 +160,7 @@ class VLLMServer:
     def _check_base(self, way: Way) -> None:
         """Raise ValueError if an adapter would be added to weights that another run has changed."""
         here = self._until_it_answers()
-        if way.model_of("") is not None and here != _BEGUN and not here.startswith(f"{way.name}-"):
+        if way.keeps_base and here != _BEGUN and not here.startswith(f"{way.name}-"):
             raise ValueError(
                 f"{self._client.url} has weights of version {here:.40}, from another run, and this run sends its "
                 "adapter alone. Restart the server, or set generation.engine_weights=merged."
@@ -197,20 +202,22 @@ class VLLMServer:
         if self._context is not None:
             for row in rows:
                 row.longest = max(self._context, len(row.prompt) + 1)
-        asked = {in_thread(partial(self._add_turn, row, how)) for row in rows}
-        quiet = _Quiet(self._client.url)
-        while asked or left:
-            done, asked = wait(asked, REPLY_SECONDS if left else QUIET_SECONDS / 4, FIRST_COMPLETED)
-            quiet.report(len(done), len(asked))
-            for row in [one.result() for one in done]:
-                if replies is not None:
-                    replies.ended(row.place, row.completion)
-                    if row.completion.ended:
-                        left[row.place] = row
-            for place, given in replies.ready(wait=not asked).items() if replies is not None and left else ():
-                row = left.pop(place)
-                if given is not None and row.give(given, how, max_given_tokens):
-                    asked.add(in_thread(partial(self._add_turn, row, how)))
+        with slow_calls_reported(f"the wait for a reply of {self.url}", QUIET_SECONDS) as began:
+            asked = {in_thread(partial(self._add_turn, row, how)) for row in rows}
+            while asked or left:
+                done, asked = wait(asked, REPLY_SECONDS if left else None, FIRST_COMPLETED)
+                if done:
+                    began[0] = time.monotonic() if asked else math.inf
+                for row in [one.result() for one in done]:
+                    if replies is not None:
+                        replies.ended(row.place, row.completion)
+                        if row.completion.ended:
+                            left[row.place] = row
+                for place, given in replies.ready(wait=not asked).items() if replies is not None and left else ():
+                    row = left.pop(place)
+                    if given is not None and row.give(given, how, max_given_tokens):
+                        began[0] = began[0] if asked else time.monotonic()
+                        asked.add(in_thread(partial(self._add_turn, row, how)))
         return [row.completion for row in rows]
 
     def _add_turn(self, row: RunningRow, how: Sampling) -> RunningRow:
@@ -239,7 +246,7 @@ class VLLMServer:
                 outage = error
             except ServerRefusal as error:
                 # A server that ends answers 500, and one that was restarted has no adapter.
-                if error.code != 500 and self._model is None:
+                if error.code != 500 and not self._keeps_base:
                     raise
                 outage = error
             self._outlast(outage)
@@ -263,8 +270,8 @@ class VLLMServer:
                 "logprobs": 0,  # only for the sampled token
             },
         }
-        if self._model is not None:
-            request["model"] = self._model
+        if self._keeps_base:
+            request["model"] = self._published  # the adapter's name
         if prompt.parts:  # the server returns the ids that it has made of their placeholders
             request |= {"content_parts": prompt.parts, "return_token_ids": True}
         size = BYTES_PER_TOKEN * (how.max_new_tokens + len(text) + 2**12)
@@ -310,19 +317,3 @@ class VLLMServer:
                 say("engine", f"{self._client.url} was restarted; it loads the weights again")
                 self._way.load(self._published)
             self._check_version()
-
-
-class _Quiet:
-    """Logs that a server has not replied for a while: after 1, 2, 4 ... minutes."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._since, self._limit = url, time.monotonic(), QUIET_SECONDS
-
-    def report(self, num_done: int, num_asked: int) -> None:
-        now = time.monotonic()
-        if num_done:
-            self._since, self._limit = now, QUIET_SECONDS
-        elif num_asked and now - self._since >= self._limit:
-            waits = f"{self._url} has answered none of {num_asked} requests for {now - self._since:.0f} s"
-            say("waiting", f"{waits}; each may take {LONGEST_SECONDS:.0f} s")
-            self._limit *= 2

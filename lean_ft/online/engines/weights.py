@@ -45,6 +45,8 @@ class Way(Protocol):
     """What to do if the server refuses them."""
     is_repeatable: bool
     """Whether `load` can give the written weights to a server that was restarted."""
+    keeps_base: bool
+    """Whether the server adds an adapter to the weights that it was started with. The version is the adapter's name."""
 
     def write(self, model: Decoder, version: str) -> int:
         """Write the weights; all ranks call it. Return their bytes."""
@@ -54,15 +56,11 @@ class Way(Protocol):
         """Let the server load what was written. Raises ServerRefusal or Unreachable if it does not."""
         ...
 
-    def model_of(self, version: str) -> str | None:
-        """The name of the model that requests ask for; None for the only one."""
-        ...
-
 
 class Merged:
     """All weights as files of a folder."""
 
-    name, is_repeatable = "merged", True
+    name, is_repeatable, keeps_base = "merged", True, False
 
     def __init__(self, client: Client, ranks: Ranks, folder: Path, writes_output: bool) -> None:
         """writes_output: also a tied output layer, for a server that was told that it is not tied."""
@@ -87,14 +85,11 @@ class Merged:
             self._client.ask("collective_rpc", reload)
             self._client.ask("update_weight_version", {"new_version": version})
 
-    def model_of(self, version: str) -> str | None:
-        return None
-
 
 class Adapter:
     """The adapter as a folder in PEFT's format, over the weights that the server was started with."""
 
-    name, is_repeatable = "adapter", True
+    name, is_repeatable, keeps_base = "adapter", True, True
     remedy = (
         "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, or set generation.engine_weights=merged."
     )
@@ -110,7 +105,7 @@ class Adapter:
         return adapter_bytes(model)
 
     def load(self, version: str) -> None:
-        # A name of its own for each version: the prefix cache tells adapters apart by name.
+        # Each version has its own name, because the prefix cache distinguishes adapters by name.
         adapter = {"lora_name": version, "lora_path": str(self._folder / version)}
         self._client.ask("v1/load_lora_adapter", {**adapter, "is_3d_lora_weight": self._has_stacks})
         self._client.ask("update_weight_version", {"new_version": version})
@@ -119,9 +114,6 @@ class Adapter:
                 self._client.ask("v1/unload_lora_adapter", {"lora_name": self._loaded})
             shutil.rmtree(self._folder / self._loaded, ignore_errors=True)
         self._loaded = version
-
-    def model_of(self, version: str) -> str | None:
-        return version
 
 
 def choose_way(asked: str, facts: ServerFacts, model: Decoder, client: Client, ranks: Ranks, run: Path) -> Way:
