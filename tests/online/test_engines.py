@@ -123,7 +123,7 @@ def test_an_adapter_is_sent_alone(train: Callable[..., Path], server: Server) ->
 @pytest.mark.long
 def test_attempts_at_a_round_share_its_weights(train: Callable[..., Path], server: Server) -> None:
     """No completion is right, so each round has two attempts."""
-    train("generation.engine=vllm", "rewards=[exact_answer]", "generation.most_attempts=2")
+    train("generation.engine=vllm", "rewards=[{function: format, pattern: ----}]", "generation.most_attempts=2")
     assert server.asked == 2 * UPDATES and len(server.prompts) == 2 * 2 * 8
 
 
