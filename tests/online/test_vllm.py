@@ -22,6 +22,7 @@ from tests.recipes.conftest import PROBLEMS, run_recipe
 from tests.training.toy_runs import digests, metrics
 
 pytestmark = pytest.mark.long
+SIZES = {"num_hidden_layers": 3, "intermediate_size": 256}
 MODELS = {"llama": False, "qwen3": True}  # whether embeddings are tied
 GREEDY = Sampling(24, stop_ids=frozenset([2]))
 RUN = (*PROBLEMS, "rewards=[length]", "generation.engine=vllm", "generation.max_new_tokens=8", "save_every=1")
@@ -32,7 +33,7 @@ RUN += ("gradient_accumulation_steps=1", "batch_size=8", "generation.num_answers
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
     """A folder of a random model with the embedded tokenizer, and its server."""
     top, is_tied = tmp_path_factory.mktemp(request.param), MODELS[request.param]
-    random_model(request.param, top / "model")
+    random_model(request.param, top / "model", **SIZES)
     flags = ("--max-model-len", "512", *ADAPTERS)
     with vllm_server(top / "model", *flags, *(UNTIED if is_tied else ()), log=top / "log") as server:
         yield top / "model", server
@@ -136,7 +137,7 @@ def test_another_model_is_refused(served: tuple[Path, Any], tmp_path: Path) -> N
     """The server loads the weights of a model with fewer layers, and keeps its others."""
     folder, server = served
     kind = "qwen3" if "qwen3" in folder.parent.name else "llama"
-    random_model(kind, tmp_path / "model", num_hidden_layers=2)
+    random_model(kind, tmp_path / "model", **SIZES | {"num_hidden_layers": 2})
     given = [*RUN, f"generation.engine_url={server.url}", "loss.correction=token_truncate", "max_steps=1"]
     with pytest.raises(ValueError, match="computes another model"):
         run_recipe("grpo", tmp_path / "run", *given, f"model.path={tmp_path / 'model'}")
