@@ -106,7 +106,7 @@ class Sampler:
         if (server := self._server) is not None and (seed is None or seed != self._published_for):
             self._published_for = seed
             wait([] if self._under_way is None else [self._under_way])
-            for kind in prompts[0].text.kinds:
+            for kind in prompts[0].text.kinds if not server.num_published else ():
                 kind.check_engine(self._tokenizer)
             server.publish(self._model)
             if server.num_published <= 2:  # an adapter changes nothing before its first update
