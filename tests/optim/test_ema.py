@@ -8,6 +8,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lean_ft.optim import Optimizer, averaged_weights, has_averages
+from lean_ft.system.host_link import HostLink
+from tests.optim.test_streamed import streamed
 from tests.optim.tiny_training import CONFIGS, TinyModel, build, make_batches, same_weights, train
 
 LRS = [1e-2, 3e-3, 1e-2, 0.0, 1e-3]
@@ -110,3 +112,21 @@ def test_weights_in_float16_are_refused() -> None:
         ValueError, match="optimizer.ema is for float32 and bfloat16 weights, but embed.weight is torch"
     ):
         build(TinyModel(torch.float16), {"name": "adamw", "ema": 0.9}, float16=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("settings", [{"name": "adamw"}, {"name": "adamw_8bit", "in_backward": True}], ids=str)
+def test_streamed_averages_equal_those_on_the_device(settings: dict[str, Any], device: str) -> None:
+    """Also after an exchange, which leaves no older copy on the way. On the CPU, copies arrive as late as possible."""
+    kept = []
+    for is_streamed in (False, True):
+        model, settings = TinyModel().to(device), {**settings, "ema": 0.9}
+        link = HostLink(torch.device("cuda")) if device == "cuda" else None
+        optimizer = streamed(model, settings, link=link)[0] if is_streamed else build(model, settings)
+        batches = [[ids.to(device) for ids in micro_batches] for micro_batches in make_batches(6)]
+        train(model, optimizer, batches[:3], [1e-2] * 3)
+        with averaged_weights(optimizer, model):
+            inside = [param.detach().clone() for param in model.parameters()]
+        train(model, optimizer, batches[3:], [1e-2] * 3)
+        kept.append([*inside, *(param.detach() for param in model.parameters()), *averages(optimizer).values()])
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*kept, strict=True))
