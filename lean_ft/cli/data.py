@@ -111,6 +111,7 @@ def stats(
     facts = statistics.gather_statistics(cfg.data, tokenizer)
     console = stdout()
     console.print(Text(escaped(f"{facts.report}\n")))
+    _print_sources(console, cfg, tokenizer)
     _print_histogram(console, statistics.histogram(facts.lengths))
     shares = [0.05, 0.5, 0.95, 0.99, 1.0]
     lengths = statistics.quantiles(facts.lengths, shares)
@@ -344,6 +345,41 @@ def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: 
                 peak_bytes = rehearse(module, cfg.model_copy(update=changed), device).peak_bytes
                 peaks[length] = gibibytes(peak_bytes)
     return peaks
+
+
+def _print_sources(console: Console, cfg: Any, tokenizer: "Tokenizer") -> None:
+    """Print what an epoch uses of each source, if there are several, or weights. Prepares the data of the run."""
+    from lean_ft.data.mixing import Mix, describe_times
+    from lean_ft.data.prepare import Preparation
+    from lean_ft.data.statistics import most_used_rows
+
+    mix = Mix.of(cfg.data, cfg.seed)
+    if mix.is_plain and len(mix.names) == 1:
+        return
+    uses, mixture = Preparation(cfg.data, tokenizer, cfg.batch_size, cfg.seed).uses()
+    assert mixture is not None
+    of_shares = (">share", ">off by") if mix.shares else ()
+    print_table(
+        ("an epoch", ">of its rows", ">rows", ">tokens", ">trained", f">of {uses[0].unit}", *of_shares, ">epochs"),
+        [
+            (
+                use.name,
+                f"{use.num_rows:,}",
+                f"{use.rows:,}",
+                f"{use.tokens:,}",
+                f"{use.trained:,}",
+                f"{use.reached:.2%}",
+                *([f"{use.target:,}", f"{use.off:+,}"] if of_shares else ()),
+                f"{use.epochs:.2f}",
+            )
+            for use in uses
+        ],
+    )
+    for i, use in enumerate(uses):
+        places = most_used_rows(cfg.data, tokenizer, mixture, i)
+        first = f"; the first of the most used: {'; '.join(places)}" if places else ""
+        console.print(Text(escaped(f"{use.name}: {describe_times(use.times)}{first}")))
+    console.print(Text("tokens: after truncation, as in a run\n"))
 
 
 def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) -> None:

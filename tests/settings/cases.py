@@ -154,6 +154,7 @@ CASES = {
     "output_dir": Case("other"),
     "resume": Case("IN/none", refused="no such folder"),
     "data.source": Case("IN/others.jsonl"),
+    "data.share_of": Case("all", "data.source=[{path: IN/rows.jsonl, share: 0.5}, IN/others.jsonl]"),
     "data.format": Case("text", "data.columns={text: completion}"),
     "data.columns": Case("{prompt: completion}"),
     "data.subset": Case("part", refused="is a file"),
@@ -366,6 +367,9 @@ OF_RECIPE: dict[str, Case | None] = {
     **{
         f"{recipe} memory.activation_offload": Case("true", "batch_size=256 model.dtype=bfloat16", GPU)
         for recipe in ("grpo", "online_dpo", "ppo")
+    },
+    **{
+        f"{recipe} data.share_of": Case("trained", refused="prompts have none") for recipe in ("grpo", "online_dpo", "ppo")
     },
     "grpo batch_size": Case("2"),
     "grpo generation.num_answers": Case("4"),
