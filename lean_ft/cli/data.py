@@ -358,16 +358,18 @@ def _print_sources(console: Console, cfg: Any, tokenizer: "Tokenizer") -> None:
         return
     uses, mixture = Preparation(cfg.data, tokenizer, cfg.batch_size, cfg.seed).uses()
     assert mixture is not None
-    of_shares = (">share", ">off by") if mix.shares else ()
+    of_shares = (">target", ">off by") if mix.shares else ()
+    of_labels = (">trained",) if any(use.trained for use in uses) else ()
+    console.print(Text("an epoch of the run, after truncation:"))
     print_table(
-        ("an epoch", ">of its rows", ">rows", ">tokens", ">trained", f">of {uses[0].unit}", *of_shares, ">epochs"),
+        ("source", ">own rows", ">rows used", ">tokens", *of_labels, f">of {uses[0].unit}", *of_shares, ">epochs"),
         [
             (
                 use.name,
                 f"{use.num_rows:,}",
                 f"{use.rows:,}",
                 f"{use.tokens:,}",
-                f"{use.trained:,}",
+                *([f"{use.trained:,}"] if of_labels else ()),
                 f"{use.reached:.2%}",
                 *([f"{use.target:,}", f"{use.off:+,}"] if of_shares else ()),
                 f"{use.epochs:.2f}",
@@ -377,9 +379,9 @@ def _print_sources(console: Console, cfg: Any, tokenizer: "Tokenizer") -> None:
     )
     for i, use in enumerate(uses):
         places = most_used_rows(cfg.data, tokenizer, mixture, i)
-        first = f"; the first of the most used: {'; '.join(places)}" if places else ""
-        console.print(Text(escaped(f"{use.name}: {describe_times(use.times)}{first}")))
-    console.print(Text("tokens: after truncation, as in a run\n"))
+        most = f"; used most: {places}" if places else ""
+        console.print(Text(escaped(f"{use.name}: {describe_times(use.times)}{most}")))
+    console.print()
 
 
 def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) -> None:

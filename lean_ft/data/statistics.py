@@ -73,25 +73,30 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     return Statistics(parts.report, lengths, num_targets, of_kinds)
 
 
-def most_used_rows(config: DataConfig, tokenizer: Tokenizer, mixture: Mixture, source: int) -> list[str]:
-    """Return the places of the first rows of a source that an epoch uses most often, if it uses others less often.
+def most_used_rows(config: DataConfig, tokenizer: Tokenizer, mixture: Mixture, source: int) -> str:
+    """Return the places of the first rows of a source that an epoch uses most often, if it uses others less often, as
+    `line 2, line 7 ...`; of a glob, with the names of its files.
 
-    Reads the source's first `MOST_ROWS_READ` rows; the list is empty if none of them is such a row.
+    Reads the source's first `MOST_ROWS_READ` rows; the text is empty if none of them is such a row.
     """
     own = mixture.source_of == source
     counts, numbers = mixture.counts[own], mixture.numbers[own]
     if not len(counts) or (counts == counts[0]).all():
-        return []
-    wanted, places, kept = set(numbers[counts == counts.max()][:NUM_PLACES].tolist()), list[str](), 0
+        return ""
+    most = numbers[counts == counts.max()]
+    wanted, places, kept = set(most[:NUM_PLACES].tolist()), list[str](), 0
     listed = RowSources.of(config).sources[source]
-    render = renderer_of(config, tokenizer, [listed])
+    render, named = renderer_of(config, tokenizer, [listed]), "" if any(sign in listed.path for sign in "*?[") else None
     for row in islice(render.sources.rows(), MOST_ROWS_READ):
         number = render([row])[1].kept
-        places += [row.place] if not wanted.isdisjoint(range(kept, kept + number)) else []
+        if not wanted.isdisjoint(range(kept, kept + number)):
+            file, _, line = row.place.rpartition(", ")
+            places.append(line if named in (None, file) else row.place)
+            named = named if named is None else file
         kept += number
-        if len(places) == len(wanted) or kept > max(wanted):
+        if kept > max(wanted):
             break
-    return places
+    return ", ".join(places) + (" ..." if places and len(most) > NUM_PLACES else "")
 
 
 def at_length(lengths: np.ndarray, max_length: int, *, batch_size: int, seed: int, sides: int = 1) -> AtLength:

@@ -245,7 +245,13 @@ def test_the_rows_that_repeat_are_named(write, plain_tokenizer):
     lines = [i for i, row in enumerate(rows, start=1) if row["text"]]
     expected = [lines[row - 40] for row in range(40, whole.report.kept) if times[row] == most][:5]
     found = most_used_rows(config, plain_tokenizer, mixture, 1)
-    assert found == [f"{source[1]['path']}, line {line}" for line in expected]
+    lines_of_b = ", ".join(f"line {line}" for line in expected) + " ..."
+    assert found == lines_of_b
+    b1 = write(rows, "b1.jsonl")  # a glob names its files
+    of_glob = SFTDataConfig.model_validate(
+        {"source": [source[0], {"path": b1.replace("b1", "b[12]"), "share": 0.7}], "on_bad_row": "skip"}
+    )
+    assert most_used_rows(of_glob, plain_tokenizer, mixture, 1) == f"{b1}, {lines_of_b}"
     assert uses[1].times == Counter(times[row] for row in range(40, whole.report.kept))
 
 
