@@ -349,7 +349,7 @@ def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: 
 
 def _print_sources(console: Console, cfg: Any, tokenizer: "Tokenizer") -> None:
     """Print what an epoch uses of each source, if there are several, or weights. Prepares the data of the run."""
-    from lean_ft.data.mixing import Mix, describe_times
+    from lean_ft.data.mixing import Mix
     from lean_ft.data.prepare import Preparation
     from lean_ft.data.statistics import most_used_rows
 
@@ -358,11 +358,10 @@ def _print_sources(console: Console, cfg: Any, tokenizer: "Tokenizer") -> None:
         return
     uses, mixture = Preparation(cfg.data, tokenizer, cfg.batch_size, cfg.seed).uses()
     assert mixture is not None
-    of_shares = (">target", ">off by") if mix.shares else ()
+    of_shares = (">target", ">off") if mix.shares else ()
     of_labels = (">trained",) if any(use.trained for use in uses) else ()
-    console.print(Text("an epoch of the run, after truncation:"))
     print_table(
-        ("source", ">own rows", ">rows used", ">tokens", *of_labels, f">of {uses[0].unit}", *of_shares, ">epochs"),
+        ("source", ">rows", ">used", ">tokens", *of_labels, ">part", *of_shares, ">epochs"),
         [
             (
                 use.name,
@@ -377,10 +376,13 @@ def _print_sources(console: Console, cfg: Any, tokenizer: "Tokenizer") -> None:
             for use in uses
         ],
     )
+    console.print(Text(f"in an epoch of the run, after truncation; part: of the {uses[0].unit}\n"))
+    rows = list[tuple[str, str, str, str]]()
     for i, use in enumerate(uses):
         places = most_used_rows(cfg.data, tokenizer, mixture, i)
-        most = f"; used most: {places}" if places else ""
-        console.print(Text(escaped(f"{use.name}: {describe_times(use.times)}{most}")))
+        counts = sorted(use.times.items())
+        rows += [(use.name, f"{n:,}", f"{number:,}", places * (n == counts[-1][0])) for n, number in counts]
+    print_table(("source", ">times used", ">rows", "such as"), rows)
     console.print()
 
 

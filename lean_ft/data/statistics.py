@@ -24,7 +24,7 @@ from lean_ft.tokenizers import Tokenizer
 CANDIDATES = [256 << i for i in range(8)]  # 256 to 32,768 tokens
 ANY_LENGTH = 1 << 40  # tokens; longer than any row
 NUM_BINS = 16
-NUM_PLACES = 5  # rows that are named
+NUM_PLACES = 4  # rows that are named
 MOST_ROWS_READ = 10_000  # to name rows
 
 
