@@ -349,11 +349,11 @@ def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: 
 
 def _print_sources(console: Console, cfg: Any, tokenizer: "Tokenizer") -> None:
     """Print what an epoch uses of each source, if there are several, or weights. Prepares the data of the run."""
-    from lean_ft.data.mixing import Mix
+    from lean_ft.data.mixing import SourceMix
     from lean_ft.data.prepare import Preparation
     from lean_ft.data.statistics import most_used_rows
 
-    mix = Mix.of(cfg.data, cfg.seed)
+    mix = SourceMix.of(cfg.data, cfg.seed)
     if mix.is_plain and len(mix.names) == 1:
         return
     uses, mixture = Preparation(cfg.data, tokenizer, cfg.batch_size, cfg.seed).uses()

@@ -78,10 +78,10 @@ def describe_times(times: Mapping[int, int]) -> str:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixedRows:
     """The rows of an epoch, and the rows that they are chosen from."""
 
-    mix: "Mix"
+    mix: "SourceMix"
     source_of: np.ndarray  # (N,)
     tokens: np.ndarray  # (N,)
     trained: np.ndarray  # (N,) tokens with a label
@@ -132,7 +132,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Mix:
+class SourceMix:
     """The weights or shares of the sources of some settings."""
 
     names: list[str]
@@ -144,7 +144,7 @@ class Mix:
     seed: int = field(repr=False)
 
     @classmethod
-    def of(cls, config: DataConfig, seed: int) -> "Mix":
+    def of(cls, config: DataConfig, seed: int) -> "SourceMix":
         sources = RowSources.of(config).sources
         weights = [source.weight for source in sources]
         return cls(shown_names(sources), weights, shares_of(sources), config.share_of, seed)
@@ -170,7 +170,7 @@ class Mix:
 
     def mixture(
         self, kept_by_source: Sequence[int], tokens: np.ndarray, trained: np.ndarray, rows: np.ndarray | None = None
-    ) -> Mixture:
+    ) -> MixedRows:
         """Choose the rows of an epoch.
 
         kept_by_source: number of kept rows of each source; tokens, trained: (N,) tokens of each kept row, and those
@@ -190,7 +190,7 @@ class Mix:
                 raise ValueError(f"the weights in data.source ({self.weights}) leave no row to train on. Raise them.")
         if (number := int(counts.sum())) > MOST_ROWS:
             raise ValueError(f"data.source asks for {number:,} rows per epoch; at most {MOST_ROWS:,} are possible.")
-        return Mixture(self, source_of, tokens, trained, numbers, np.repeat(np.arange(len(counts)), counts))
+        return MixedRows(self, source_of, tokens, trained, numbers, np.repeat(np.arange(len(counts)), counts))
 
     def _by_share(self, source_of: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return how often each row is used, (N,); sizes: (N,) the tokens that shares count."""

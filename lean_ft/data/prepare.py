@@ -31,7 +31,7 @@ from lean_ft.data.keys import (
 )
 from lean_ft.data.kinds import Kind
 from lean_ft.data.largest import largest_batch
-from lean_ft.data.mixing import Mix, Mixture, SourceUse
+from lean_ft.data.mixing import MixedRows, SourceMix, SourceUse
 from lean_ft.data.objective import Objective, objective_of, own_files
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.parts import kinds_of
@@ -70,7 +70,7 @@ class Prepared:
     content: SourceContent
     key: str | None
     """Key of the cache entry and, for a part, of the part; None if the entry is kept for this run only."""
-    mixture: Mixture | None = None
+    mixture: MixedRows | None = None
     """Of training rows: how often each is used; None for a single source whose rows are used once."""
 
     def select(self, rows: np.ndarray, report: DataReport, part: str) -> "Prepared":
@@ -115,9 +115,9 @@ class Preparation:
         return cache_folder(self.config.cache_dir)
 
     @cached_property
-    def mix(self) -> Mix:
+    def mix(self) -> SourceMix:
         """Of the training sources."""
-        return Mix.of(self.config, self.seed)
+        return SourceMix.of(self.config, self.seed)
 
     @property
     def drawn_by(self) -> int | None:
@@ -218,7 +218,7 @@ class Preparation:
         used = whole if is_whole else whole.select(rows[mixture.rows], whole.report, part)
         return replace(used, mixture=mixture), held_out
 
-    def uses(self) -> tuple[list[SourceUse], Mixture | None]:
+    def uses(self) -> tuple[list[SourceUse], MixedRows | None]:
         """Return what an epoch uses of each source, and the rows; nothing for a single source that is used once."""
         trained, _ = self.parts(self.documents(self.config.source))
         return uses_of_sources(trained, self.arranged(trained)), trained.mixture

@@ -28,7 +28,7 @@ from lean_ft.data.formats import (
 )
 from lean_ft.data.keys import contents_of_tokenizer, hash_of, tokenizer_digest
 from lean_ft.data.media import UNREAD_FIELDS, refuse_media
-from lean_ft.data.mixing import Mix
+from lean_ft.data.mixing import SourceMix
 from lean_ft.data.objective import Objective
 from lean_ft.data.parts import PART_FIELDS, kinds_of, units_read, units_shown, unread_part_keys, without_contents
 from lean_ft.data.report import DataReport
@@ -122,7 +122,7 @@ def _read_prompts(
     config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]]
 ) -> tuple[Prompts, list[Prompt] | None]:
     digest, rows = NamedDigest(), config.rows(tools)
-    mix = Mix.of(rows, seed)
+    mix = SourceMix.of(rows, seed)
     (prompts, report), held_out = _read(renderer_of(rows, tokenizer), digest), None
     kept = np.arange(len(prompts))
     if config.validation_source is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from lean_ft.data.arrangement import row_order
 from lean_ft.data.batch import rounded_up
 from lean_ft.data.documents import Parts, renderer_of
-from lean_ft.data.mixing import Mixture
+from lean_ft.data.mixing import MixedRows
 from lean_ft.data.objective import objective_of
 from lean_ft.data.packing import pack
 from lean_ft.data.report import DataReport
@@ -73,7 +73,7 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     return Statistics(parts.report, lengths, num_targets, of_kinds)
 
 
-def most_used_rows(config: DataConfig, tokenizer: Tokenizer, mixture: Mixture, source: int) -> str:
+def most_used_rows(config: DataConfig, tokenizer: Tokenizer, mixture: MixedRows, source: int) -> str:
     """Return the places of the first rows of a source that an epoch uses most often, if it uses others less often, as
     `line 2, line 7 ...`; of a glob, with the names of its files.
 
