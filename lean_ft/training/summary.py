@@ -63,6 +63,8 @@ def log_start(run: "Run") -> None:
         if any_in_blocks(run.model, dtype, capability):
             _warn_of_one_row(cfg.group(DataConfig), cfg.batch_size)
     say("data", str(run.batches.report))
+    for use in run.batches.report.sources:
+        say("source", str(use))
     if (optimizer := cfg.group(OptimizerConfig)) is not None:
         _log_optimizer(run, optimizer)
     if (memory := cfg.group(MemoryConfig)) is not None:
