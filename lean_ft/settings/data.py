@@ -8,12 +8,15 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
 from lean_ft.settings.base import FilePath, Fraction, Name, OwnFunction, Settings
+from lean_ft.settings.source_names import SourceName
 from lean_ft.system.user_functions import check_function
 
 if TYPE_CHECKING:
@@ -60,6 +63,14 @@ class DataSource(Settings):
     """Same as data.subset, for this source only."""
     split: Name | None = None
     """Same as data.split, for this source only."""
+    name: SourceName | None = None
+    """Name of the source in evaluations, which show the held-out loss of each source. Sources with equal names count as
+    one. null: the end of the path."""
+
+    @model_serializer(mode="wrap")
+    def _without_missing_name(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Records of runs without names are as before."""
+        return {key: value for key, value in dump(self).items() if key != "name" or value is not None}
 
 
 Sources = Name | list[Name | DataSource]
@@ -71,7 +82,7 @@ class RowsConfig(Settings):
     source: Sources
     """A JSONL, JSON, CSV, TSV, TXT or Parquet file (text files may be gzip or zstd), a glob pattern, or a Hugging Face
     dataset (org/name, or a folder written by save_to_disk). A list combines several: each a path or {path, format,
-    columns, weight, subset, split}."""
+    columns, weight, subset, split, name}."""
     format: FormatName = "auto"
     """How a row is read. `auto` decides from the fields of a source's first rows. `my_rows.py:convert` is your own
     function from a row to one of the formats."""

@@ -61,7 +61,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 RecipeT = TypeVar("RecipeT", bound=RecipeConfig)
 
 # Settings that a resumed run may change: how long it lasts, where it runs, how often it writes, how data is prepared.
-FREE = {"max_steps", "epochs", "stop_after_evals", "output_dir", "resume", "plan"}
+FREE = {"max_steps", "epochs", "stop_after_evals", "watched_source", "output_dir", "resume", "plan"}
 FREE |= {"save_every", "save_async", "keep_last", "keep_every", "keep_best", "log_every", "max_bad_steps"}
 FREE |= {"eval_every", "eval_answers", "eval_pattern", "eval_tasks", "eval_tasks_every", "eval_tasks_limit"}
 FREE |= {"profile", "profile_steps", "data.num_processes", "data.cache_dir", "data.cache_gib"}
