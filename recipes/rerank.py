@@ -85,7 +85,7 @@ def main(cfg: Config) -> None:
         statistics, ranking, num_rows = TokenStatistics(ranks), RowRanking(ranks), 0
         for batch in statistics.following(held_out):
             scores, losses = scores_and_losses(batch := batch.to(device))
-            ranking.add(scores, batch.scores)
+            ranking.add(scores, batch.scores, batch.sources)
             statistics.add(loss=losses.sum())
             statistics.by_source(loss=losses)
             num_rows += batch.num_rows

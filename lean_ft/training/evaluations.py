@@ -1,5 +1,6 @@
 """What a run evaluates besides its loop's held-out loss, and what it says about evaluations."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import nn
@@ -75,14 +76,22 @@ def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:
     objective = None if data is None else objective_of(data)
     if right is not None:
         judged = "" if objective is None else f" of {objective.judged or objective.unit}"
-        text += f", {right:.1%}{judged} right{in_brackets(values_of(row, name), _share, cfg.watched_source)}"
+        text += (
+            f", {right:.1%}{judged} right{in_brackets(values_of(row, name), _format_in('{:.1%}'), cfg.watched_source)}"
+        )
     formats = {} if objective is None else objective.shown_metrics
-    shown = [words.format(row[name]) for name, words in formats.items() if row.get(name) is not None]
+    shown = [
+        words.format(row[name]) + in_brackets(values_of(row, name), _format_in(words), cfg.watched_source)
+        for name, words in formats.items()
+        if row.get(name) is not None
+    ]
     return ", ".join([text, *shown])
 
 
-def _share(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.1%}"
+def _format_in(words: str) -> Callable[[float | None], str]:
+    """The format of the number in words such as `{:.1%} among 10`."""
+    form = words[words.index("{") : words.index("}") + 1]
+    return lambda value: "not finite" if value is None else form.format(value)
 
 
 def answers_line(report: AnswerReport, pattern: str | None) -> Row:
