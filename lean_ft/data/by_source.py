@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 NO_LABEL = -1
 
 
+def means_by_source(name: str, sources: Sequence[str | None], values: Sequence[float | None]) -> dict[str, float]:
+    """Return the mean of the values of each source that has any, as `name/chats`; sources: of the values, or None
+    where there are not several."""
+    by_source = dict[str, list[float]]()
+    for source, value in zip(sources, values, strict=True):
+        if source is not None and value is not None:
+            by_source.setdefault(source, []).append(value)
+    return {f"{name}/{source}": sum(some) / len(some) for source, some in by_source.items()}
+
+
 @dataclass(frozen=True)
 class BatchSources:
     """Where the rows and labels of a held-out batch come from, in host memory: numbers of `names`."""

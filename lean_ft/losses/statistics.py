@@ -46,7 +46,11 @@ class TokenStatistics:
 
     def means(self, num_targets: int, prefix: str = "") -> dict[str, Tensor]:
         """Each sum divided by the step's targets, a scalar; `prefix` is put before the names."""
-        return self._whole_means(num_targets, prefix) | self._of_sources.means(prefix)
+        return self._whole_means(num_targets, prefix) | self.source_means(prefix)
+
+    def source_means(self, prefix: str = "") -> dict[str, Tensor]:
+        """The means of single sources, as `loss/chats`, scalars; empty without several sources."""
+        return self._of_sources.means(prefix)
 
     def _whole_means(self, num_targets: int, prefix: str = "") -> dict[str, Tensor]:
         if not self._sums:

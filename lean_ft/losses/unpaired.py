@@ -185,7 +185,7 @@ class UnpairedStatistics(TokenStatistics):
         if self.num_desirable and self.num_undesirable:
             chosen, rejected = (means[f"{prefix}rewards/{side}"] for side in ("chosen", "rejected"))
             means[f"{prefix}rewards/margins"] = chosen - rejected
-        return means | self._of_sources.means(prefix)
+        return means | self.source_means(prefix)
 
 
 def answer_losses(

@@ -4,10 +4,14 @@ A line of metrics.jsonl has the mean of a source as `METRIC/NAME`, such as `eval
 several sources.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from lean_ft.data import Prompt
 from lean_ft.data.batches import Batches, EvalBatches
-from lean_ft.settings import RecipeConfig
+from lean_ft.data.report import DataReport
+from lean_ft.settings import PromptDataConfig, RecipeConfig
+from lean_ft.settings.source_names import source_names
 from lean_ft.system.units import counted, number
 from lean_ft.training.metrics import Row, is_number
 
@@ -46,16 +50,27 @@ def in_brackets(
     return f" ({'; '.join(parts)})"
 
 
-def describe_rows(batches: Batches, held_out: object) -> str | None:
-    """Return how many rows each source has, for the log; None unless rows have several sources."""
-    layouts = {"trained": batches, "held-out": held_out}
-    lines = list[str]()
-    for what, rows in layouts.items():
-        if not isinstance(rows, Batches | EvalBatches) or (column := rows.layout.columns.sources) is None:
-            continue
-        counts = column.num_rows(rows.layout.columns, rows.layout.arrangement.sides)
-        total = counted(sum(counts.values()), f"{what} rows")
-        lines.append(total + in_brackets(dict(counts), lambda count: f"{count:,.0f}"))
+def describe_rows(cfg: RecipeConfig, report: DataReport, *rows: object) -> str | None:
+    """Return how many rows each source has, for the log; None unless rows have several sources.
+
+    report: of the training rows; rows: training batches and held-out rows. Prompts to sample from are counted as read.
+    """
+    counts = dict[str, dict[str, int]]()
+    for name, some in zip(("trained rows", "held-out rows"), rows, strict=True):
+        if isinstance(some, Batches | EvalBatches) and (column := some.layout.columns.sources) is not None:
+            counts[name] = column.num_rows(some.layout.columns, some.layout.arrangement.sides)
+        elif isinstance(some, list) and some and isinstance(some[0], Prompt) and some[0].source is not None:
+            counts["held-out prompts"] = Counter(prompt.source for prompt in some)
+    if (prompts := cfg.group(PromptDataConfig)) is not None:
+        names = source_names(prompts.source)
+        read = Counter[str]()
+        for name, number_read in zip(names, report.kept_by_source, strict=False):
+            read[name] += number_read
+        counts |= {"prompts read": read} if len({*names}) > 1 else {}
+    lines = [
+        counted(sum(some.values()), what) + in_brackets(dict(some), lambda number_of: f"{number_of:,.0f}")
+        for what, some in counts.items()
+    ]
     return "; ".join(lines) or None
 
 

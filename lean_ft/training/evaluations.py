@@ -66,6 +66,7 @@ def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:
     if "eval_completion_length" in row:
         reward = row.get("eval_reward")
         text = "no held-out completion got a reward" if reward is None else f"held-out reward {number(reward)}"
+        text += in_brackets(values_of(row, "eval_reward"), number)
         text += f", completion length {number(row['eval_completion_length'])}"
     elif row["eval_loss"] is not None or "eval_loss" in row.get("non_finite", {}):
         text = f"held-out loss {number(row['eval_loss'])}"

@@ -198,7 +198,7 @@ class Run:
 
         self.ranks.on_rank_zero(record)
         if not start.is_complete:
-            log_start(self, describe_rows(data, self._held_out))
+            log_start(self, describe_rows(cfg, data.report, data, self._held_out))
 
     def _finish_evaluations(self) -> None:
         """Run the tasks that an earlier start did not finish, and name an evaluation that the recipe did not repeat."""
