@@ -55,10 +55,10 @@ def runs(
         key: [_shortened(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in curves] for key in keys
     }
     columns = {"run": [_shortened(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in curves], **settings}
-    columns |= {_aligned(name): [result[name] for result in results] for name in results[0]}
-    for name in (">right", ">held-out by source"):
-        if set(columns[name]) == {"-"}:
-            del columns[name]
+    names = dict.fromkeys(name for result in results for name in result)
+    columns |= {_aligned(name): [result.get(name, "-") for result in results] for name in names}
+    if set(columns[">right"]) == {"-"}:
+        del columns[">right"]
     most_values = sorted((key for key in settings if key != _LR), key=lambda key: -len(set(settings[key])))
     results_first = ["run", "state", _LR, ">right", ">result", ">held-out", ">held-out by source"]
     results_first += [*most_values[:2], ">steps", ">best", ">peak", ">tokens/s"]

@@ -44,7 +44,7 @@ def in_brackets(
     if len(values) <= MOST_SHOWN:
         return f" ({listed(values)})" if values else ""
     falling = sorted(values, key=lambda name: (values[name] is not None, -(values[name] or 0.0)))
-    parts = [listed([first])] if first in values else []
+    parts = [listed([first])] if first is not None and first in values else []
     parts += [f"highest of {len(values)}: {listed(falling[: MOST_SHOWN - _LOWEST_SHOWN])}"]
     parts += [f"lowest: {listed(falling[-_LOWEST_SHOWN:])}"]
     return f" ({'; '.join(parts)})"

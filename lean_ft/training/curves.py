@@ -99,6 +99,7 @@ class Curves:
     def results_as_text(self) -> dict[str, str]:
         """`results` by column of a table: the reward of a run that has rewards, and the loss of other runs."""
         results = self.results()
+        of_sources = results.get("eval_loss_by_source")
         is_online = results["reward"] is not None
         names = (
             ("reward", "eval_reward", "highest_eval_reward") if is_online else ("loss", "eval_loss", "lowest_eval_loss")
@@ -118,7 +119,7 @@ class Curves:
             "best": best,
             "peak": "-" if peak is None else gibibytes(peak),
             "tokens/s": "-" if speed is None else f"{speed:,.0f}",
-            "held-out by source": shown_losses(results.get("eval_loss_by_source", {})) or "-",
+            **({"held-out by source": shown_losses(of_sources)} if of_sources else {}),
         }
 
 
