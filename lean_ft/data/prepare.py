@@ -19,6 +19,7 @@ import numpy as np
 from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.batch import Batch
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches
+from lean_ft.data.by_source import SourceColumn
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, renderer_of
 from lean_ft.data.keys import (
@@ -195,6 +196,7 @@ class Preparation:
         if key is not None and report.unreadable:  # the next start looks for the file again
             forget_entry(self.folder, key)
             key = None
+        columns = replace(columns, sources=SourceColumn.of(source, report.kept_by_source, len(self.config.sides)))
         return Prepared(columns, report, content or SourceContent(read.hexdigest(), read.contents()), key)
 
     def parts(self, whole: Prepared) -> tuple[Prepared, Prepared | None]:

@@ -34,6 +34,7 @@ from lean_ft.data.parts import PART_FIELDS, kinds_of, units_read, units_shown, u
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, NamedDigest, Row, names_of
 from lean_ft.settings import PromptDataConfig, PromptRowsConfig
+from lean_ft.settings.source_names import source_names
 from lean_ft.system.contents import UNRECORDED, Content, Contents
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
@@ -55,6 +56,8 @@ class Prompt:
     """Location of the row for messages, such as `train.jsonl, line 12`."""
     document: Document | None = None
     """The ids with the columns of kinds; None in a run without kinds of columns."""
+    source: str | None = None
+    """The name of the row's source, if the rows have several."""
 
     @property
     def text(self) -> Document:
@@ -159,6 +162,8 @@ def _read(render: Renderer, digest: Digest) -> tuple[list[Prompt], DataReport]:
     reader = render.reader
     assert isinstance(reader, PromptReader)
     report, prompts = render.empty_report(), list[Prompt]()
+    names = source_names(render.sources.source)
+    several = len({*names}) > 1
     for row in render.sources.rows(digest):
         documents, counts = render([row])
         report.add(counts)
@@ -166,7 +171,8 @@ def _read(render: Renderer, digest: Digest) -> tuple[list[Prompt], DataReport]:
         for one in documents:
             document = None if not one.kinds else replace(one, trained=np.zeros(len(one), dtype=bool))
             asked, columns = reader.read(row)
-            prompts.append(Prompt(one.ids.tolist(), without_contents(asked), columns, row.place, document))
+            source = names[row.source] if several else None
+            prompts.append(Prompt(one.ids.tolist(), without_contents(asked), columns, row.place, document, source))
     for kind in render.kinds:
         kind.check(report)
     return prompts, report

@@ -17,6 +17,7 @@ from pydantic import (
 
 from lean_ft.settings.base import FilePath, Fraction, Name, OwnFunction, Settings
 from lean_ft.settings.shares import TokenShare, shares_of
+from lean_ft.settings.source_names import SourceName
 from lean_ft.system.user_functions import check_function
 
 if TYPE_CHECKING:
@@ -66,12 +67,14 @@ class DataSource(Settings):
     """Same as data.subset, for this source only."""
     split: Name | None = None
     """Same as data.split, for this source only."""
+    name: SourceName | None = None
+    """Name of the source in evaluations, which show the held-out loss of each source. Sources with equal names count as
+    one. null: the end of the path."""
 
     @model_serializer(mode="wrap")
-    def _without_unset_share(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Runs that were recorded before shares existed have none."""
-        values = handler(self)
-        return values if values.get("share") is not None else {k: v for k, v in values.items() if k != "share"}
+    def _without_what_is_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Records of runs without shares and names are as before these existed."""
+        return {key: value for key, value in dump(self).items() if key not in ("share", "name") or value is not None}
 
 
 Sources = Name | list[Name | DataSource]
@@ -83,7 +86,7 @@ class RowsConfig(Settings):
     source: Sources
     """A JSONL, JSON, CSV, TSV, TXT or Parquet file (text files may be gzip or zstd), a glob pattern, or a Hugging Face
     dataset (org/name, or a folder written by save_to_disk). A list combines several: each a path or {path, format,
-    columns, weight, share, subset, split}."""
+    columns, weight, share, subset, split, name}."""
     share_of: Literal["trained", "all"] = "trained"
     """Which tokens the shares of sources count: those with a label (`trained`), or `all`."""
     format: FormatName = "auto"

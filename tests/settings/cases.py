@@ -131,6 +131,12 @@ CASES = {
     "train": Case("[mlp]"),
     "eval_every": Case("1"),
     "stop_after_evals": Case("1", "eval_every=1 max_steps=3 optimizer.lr=0"),
+    "watched_source": Case(
+        "second",
+        "data.validation_source=[IN/held_out.jsonl, {path: IN/rows.jsonl, name: second}] eval_every=1 "
+        "stop_after_evals=1 max_steps=3 optimizer.lr=0",
+        counts=("log",),
+    ),
     "eval_answers": Case("2", counts=("log",)),
     "eval_pattern": Case("()", "eval_answers=2", counts=("log",)),
     "eval_tasks": Case("[IN/task.yaml]"),
@@ -357,6 +363,10 @@ OF_RECIPE: dict[str, Case | None] = {
     },
     **{f"{recipe} data.image_tokens": Case("4", refused="needs images. Set model.images") for recipe in DERIVED},
     "rerank data.scored": Case("false", JUDGED),
+    **{
+        f"{recipe} watched_source": Case("second", refused="is used only with stop_after_evals or keep_best")
+        for recipe in ONLINE_RECIPES
+    },
     "rerank data.truncation_side": Case("left", refused="cuts the end of the passage"),
     **{
         f"rerank data.{name}": Case("Note: ", refused="Write it in data.template")

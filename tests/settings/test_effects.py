@@ -257,6 +257,11 @@ ITEMS = [
         "[{path: IN/rows.jsonl, share: 0.3}, IN/others.jsonl]",
         "[{path: IN/rows.jsonl, share: 0.8}, IN/others.jsonl]",
     ),
+    (
+        "data.validation_source",
+        "[IN/held_out.jsonl, {path: IN/rows.jsonl}]",
+        "[IN/held_out.jsonl, {path: IN/rows.jsonl, name: x}]",
+    ),
     ("rewards", "[{function: IN/rewards.py:score}]", "[{function: IN/rewards.py:score, weight: 2}]"),
     ("rewards", "[{function: IN/rewards.py:score}]", "[{function: IN/rewards.py:constant}]"),
     ("rewards", "[{function: IN/rewards.py:score}]", "[{model: IN/none}]"),
