@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from lean_ft.data.sources import RowSources, shown_names
+from lean_ft.data.sources import RowSources
 from lean_ft.settings import DataConfig, shares_of
+from lean_ft.settings.source_names import source_names
 from lean_ft.system.units import counted
 
 MOST_ROWS = 2**31  # rows of an epoch; more are a slip
@@ -147,7 +148,9 @@ class SourceMix:
     def of(cls, config: DataConfig, seed: int) -> "SourceMix":
         sources = RowSources.of(config).sources
         weights = [source.weight for source in sources]
-        return cls(shown_names(sources), weights, shares_of(sources), config.share_of, seed)
+        names = source_names(sources)
+        shown = [f"{n} ({one.path})" if names.count(n) > 1 else n for n, one in zip(names, sources, strict=True)]
+        return cls(shown, weights, shares_of(sources), config.share_of, seed)
 
     @property
     def is_plain(self) -> bool:

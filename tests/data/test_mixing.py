@@ -339,13 +339,13 @@ def test_shares_without_rows_or_an_effect_are_refused(write, plain_tokenizer):
     with pytest.raises(ValidationError, match="prompts have none"):
         PromptDataConfig.model_validate({"source": [{"path": "a", "share": 0.5}, "b"], "share_of": "trained"})
     source = written(write, {"text": "{1}"}, [{"share": 1e-9}, {}])
-    with pytest.raises(ValueError, match=r"a.jsonl is 0 tokens per epoch, and its shortest row has \d+, so none"):
+    with pytest.raises(ValueError, match=r"share of a is 0 tokens per epoch, and its shortest row has \d+, so none"):
         prepare_batches(SFTDataConfig.model_validate({"source": source}), plain_tokenizer, 4, seed=0)
     long = write([{"text": "c" * 99}], "long.jsonl")
     config = SFTDataConfig.model_validate(
         {"source": [{"path": long, "share": 0.5}, source[1]["path"]], "max_length": 64, "overflow": "drop"}
     )
-    with pytest.raises(ValueError, match="long.jsonl has a share, and no row to train on"):
+    with pytest.raises(ValueError, match="long has a share, and no row to train on"):
         prepare_batches(config, plain_tokenizer, 4, seed=0)
     config = SFTDataConfig.model_validate({"source": [{"path": source[0]["path"], "weight": 1e30}]})
     with pytest.raises(ValueError, match=r"weight=1e\+30 of 30 rows is more than"):
