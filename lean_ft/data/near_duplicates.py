@@ -21,7 +21,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,8 @@ import numpy as np
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader
 from lean_ft.data.keys import code_digest, hash_of
 from lean_ft.data.objective import own_files
-from lean_ft.data.row_words import WordsOfRow, words_of_row
+from lean_ft.data.report import DataReport
+from lean_ft.data.row_words import TO_NEXT, RowContents, batched, mixed, runs_of, words_of_rows
 from lean_ft.data.rows import Digest, Row
 from lean_ft.data.sources import RowSources
 from lean_ft.settings import DataConfig
@@ -41,12 +41,10 @@ SIMILAR = 0.8  # Jaccard index of near-duplicates
 BANDS, PER_BAND = 20, 6
 VERSION = 1  # of what is found; part of fingerprints
 OF_EARLIER, OF_HELD_OUT = "near-duplicates of earlier rows", "near-duplicates of held-out rows"
-_ROWS_AT_A_TIME = 256
 _WORDS_AT_A_TIME = 1 << 15  # hashed together; they stay in the processor's cache
 _MOST_REMEMBERED = 64  # rows whose shingles are remembered
 _MOST_IN_A_BAND = 16  # rows of a band that a row may be compared with, the latest first
 _MOST_COMPARED = 8  # rows that a row is compared with, those in most bands first
-_TO_NEXT = np.uint64(0x9E3779B97F4A7C15)  # odd; a word counts by its place in a shingle
 _FACTORS = np.random.default_rng(0).integers(1 << 63, size=(BANDS, PER_BAND), dtype=np.uint64) * 2 + 1  # odd
 
 
@@ -72,21 +70,11 @@ class NearDuplicates:
 def shingles(words: np.ndarray, offsets: np.ndarray, media: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of the shingles of rows, (S,) uint64, and the first of each row and their number, (N + 1,).
 
-    words: (all words of the rows,) uint32; offsets: (N + 1,) first word of each row; media: (N,) uint64. A row without
-    words has no shingle.
+    words: (all words of the rows,) uint32; offsets: (N + 1,) first word of each row; media: (N,) uint64. Rows with
+    other media have other hashes.
     """
-    num_words = np.diff(offsets)
-    counts = np.where(num_words > 0, np.maximum(num_words - SHINGLE + 1, 1), 0)
-    firsts = np.append(0, np.cumsum(counts))
-    row = np.repeat(np.arange(len(counts)), num_words)
-    padded = np.zeros(len(words) + len(counts) * (SHINGLE - 1), dtype=np.uint64)  # a gap ends each row
-    padded[np.arange(len(words)) + row * (SHINGLE - 1)] = _mixed(words.astype(np.uint64) + np.uint64(1))
-    starts = offsets[:-1] + np.arange(len(counts)) * (SHINGLE - 1)
-    places = np.arange(firsts[-1]) + np.repeat(starts - firsts[:-1], counts)
-    hashes = padded[places]
-    for i in range(1, SHINGLE):
-        hashes = hashes * _TO_NEXT + padded[places + i]
-    return _mixed(hashes + np.repeat(media, counts)), firsts
+    hashes, firsts = runs_of(words, offsets, SHINGLE, of_short=True)
+    return mixed(hashes + np.repeat(media, np.diff(firsts))), firsts
 
 
 def bands(hashes: np.ndarray, firsts: np.ndarray) -> np.ndarray:
@@ -101,17 +89,9 @@ def bands(hashes: np.ndarray, firsts: np.ndarray) -> np.ndarray:
         key = np.zeros(len(some), dtype=np.uint64)
         for factor in _FACTORS[band]:
             np.multiply(hashes, factor, out=product)  # modulo 2^64: another order of the hashes
-            key = _mixed(key * _TO_NEXT + np.minimum.reduceat(product, begins))
+            key = mixed(key * TO_NEXT + np.minimum.reduceat(product, begins))
         keys[band, some] = key
     return keys
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """Hash of 64 bits, splitmix64's."""
-    values = values + _TO_NEXT
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 # Comparison -----------------------------------------------------------------------------------------------------------
@@ -120,13 +100,12 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 class StoredWords:
     """The words of N rows and the keys of their bands, in memory-mapped files."""
 
-    def __init__(self, rows: Iterable[WordsOfRow], folder: Path) -> None:
+    def __init__(self, rows: Iterable[RowContents], folder: Path) -> None:
         """Read all rows. folder: of the cache, where the files use disk space as long as this process runs."""
-        rows = iter(rows)
 
         def write(writer: EntryWriter) -> None:
             writer.append(_joined([]))
-            while some := list(islice(rows, _ROWS_AT_A_TIME)):
+            for some in batched(rows):
                 writer.append(_joined(some))
 
         self._arrays, _ = load_entry(folder, None, write)
@@ -200,19 +179,17 @@ def find(stored: StoredWords) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(rows, dtype=np.int64), np.array(of, dtype=np.int64), np.array(similarity, dtype=np.float32)
 
 
-def _joined(rows: Sequence[WordsOfRow]) -> dict[str, np.ndarray]:
+def _joined(rows: Sequence[RowContents]) -> dict[str, np.ndarray]:
     """Return the words of some rows, and the keys of their bands."""
-    words = np.concatenate([np.empty(0, dtype=np.uint32), *(row.words for row in rows)])
-    num_words = np.array([len(row.words) for row in rows], dtype=np.int64)
-    media = np.array([row.media for row in rows], dtype=np.uint64)
-    keys, offsets, first = list[np.ndarray](), np.append(0, np.cumsum(num_words)), 0
+    found, media = words_of_rows(rows), np.array([row.media for row in rows], dtype=np.uint64)
+    keys, offsets, first = list[np.ndarray](), found.offsets, 0
     while first < len(rows):
         end = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _WORDS_AT_A_TIME, side="right")) - 1)
         some = slice(offsets[first], offsets[end])
-        keys.append(bands(*shingles(words[some], offsets[first : end + 1] - offsets[first], media[first:end])))
+        keys.append(bands(*shingles(found.words[some], offsets[first : end + 1] - offsets[first], media[first:end])))
         first = end
     joined = np.concatenate([np.empty((BANDS, 0), dtype=np.uint64), *keys], axis=1)
-    return {"words": words, "num_words": num_words, "media": media} | {f"band_{i}": joined[i] for i in range(BANDS)}
+    return found._asdict() | {"media": media} | {f"band_{i}": joined[i] for i in range(BANDS)}
 
 
 # Rows of a run --------------------------------------------------------------------------------------------------------
@@ -237,11 +214,11 @@ def near_duplicates(config: DataConfig, reader: RowReader) -> NearDuplicates:
     def write(writer: EntryWriter) -> None:
         counts = [0] * len(sources)
 
-        def read() -> Iterator[WordsOfRow]:
+        def read() -> Iterator[RowContents]:
             for i, one in enumerate(sources):
                 reading = type(reader).of(one, one.first_rows(NUM_ROWS_TO_DETECT), reader.tokenizer)
                 for counts[i], row in enumerate(one.rows(), start=1):
-                    yield words_of_row(row, reading)
+                    yield RowContents.of(row, reading)
 
         rows, of, similarity = find(StoredWords(read(), folder))
         if [one.content(folder) for one in sources] != contents:
@@ -280,6 +257,11 @@ def distinct(sources: RowSources, reader: RowReader) -> RowSources:
     if sources.config.near_duplicates == "keep":
         return sources
     return DistinctSources(sources.config, sources.source, sources.sources, reader)
+
+
+def note_held_out(report: DataReport, held_out: DataReport) -> None:
+    """Name the near-duplicates among held-out rows in the report of the training rows, which a run prints."""
+    report.note(f"held-out rows dropped ({OF_EARLIER})", held_out.dropped.get(OF_EARLIER, 0))
 
 
 def decided_by(config: DataConfig) -> list[Content]:

@@ -31,7 +31,7 @@ from lean_ft.data.keys import (
 )
 from lean_ft.data.kinds import Kind
 from lean_ft.data.largest import largest_batch
-from lean_ft.data.near_duplicates import decided_by
+from lean_ft.data.near_duplicates import decided_by, note_held_out
 from lean_ft.data.objective import Objective, objective_of, own_files
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.parts import kinds_of
@@ -202,6 +202,7 @@ class Preparation:
         part = hash_of(fraction, self.weights, self.drawn_by)
         if validation_source is not None:
             held_out = self.documents(validation_source)
+            note_held_out(whole.report, held_out.report)
         elif fraction:
             rows, held_out_rows = _split(len(rows), fraction, self.seed)
             report = DataReport(whole.report.format, unit=whole.report.unit, rows=len(held_out_rows))

@@ -28,7 +28,7 @@ from lean_ft.data.formats import (
 )
 from lean_ft.data.keys import contents_of_tokenizer, hash_of, tokenizer_digest
 from lean_ft.data.media import UNREAD_FIELDS, refuse_media
-from lean_ft.data.near_duplicates import decided_by
+from lean_ft.data.near_duplicates import decided_by, note_held_out
 from lean_ft.data.objective import Objective
 from lean_ft.data.parts import PART_FIELDS, kinds_of, units_read, units_shown, unread_part_keys, without_contents
 from lean_ft.data.report import DataReport
@@ -125,7 +125,8 @@ def _read_prompts(
     rows = config.rows(tools)
     (prompts, report), held_out = _read(renderer_of(rows, tokenizer), digest), None
     if config.validation_source is not None:
-        held_out, _ = _read(renderer_of(rows, tokenizer, config.validation_source), digest)
+        held_out, of_held_out = _read(renderer_of(rows, tokenizer, config.validation_source), digest)
+        note_held_out(report, of_held_out)
     elif config.validation_fraction > 0:
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())

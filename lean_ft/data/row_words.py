@@ -2,24 +2,24 @@
 
 A word is a run of letters and digits after Unicode normalization (NFKC) and case folding; punctuation, white space and
 invisible characters do not count. A character of a script without spaces, such as Chinese or Thai, is a word of its
-own. A text without letters and digits, such as emoji, has a word per visible character.
+own. In a text without letters and digits, such as emoji, each visible character is a word.
 
 The text of a row is that of all fields that its format reads, without `NOT_COMPARED`, system messages and the names of
 roles: many rows share a system prompt, and it would make all of them similar. Rows that show other media are different
 rows, however similar their texts are. Nothing is rendered or tokenized, so the chat template and the tokenizer do not
 matter, and nothing is cut.
 
-Legend: W words of a text or a row.
+Legend: N rows, C characters, W words, R runs of words.
 """
 
 import hashlib
-import re
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 
@@ -28,103 +28,186 @@ from lean_ft.data.formats import SYSTEM_ROLES, RowReader, reading
 from lean_ft.data.parts import PART_FIELDS, type_of
 from lean_ft.data.rows import Row
 
-# Scripts without spaces: Thai, Lao, Myanmar, Khmer, kana, Han.
-_ALONE = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-)
-# Marks that belong to a word, which `\w` leaves out: accents, Hebrew and Arabic vowels, signs of Indic scripts.
-_MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u0900-\u0dff"
-_WORD = re.compile(f"[{_ALONE}]|(?:[^\\W_{_ALONE}]|[{_MARKS}])+")
-_VISIBLE = re.compile(r"\S")
-_MOST_KNOWN = 1 << 20  # words whose numbers are remembered
+TO_NEXT = np.uint64(0x9E3779B97F4A7C15)  # odd; a word counts by its place in a run
+_FACTOR = 0x2545F4914F6CDD1D  # odd; a character counts by its place in a word
 _KEYS = frozenset(("role", "from", "type", "id", "tool_call_id"))  # of messages and parts: no text
+_WORD, _ALONE, _VISIBLE = 2, 3, 1  # kinds of characters; 0: white space
+# First and last character of scripts without spaces: Thai and Lao, Myanmar, Khmer, kana, Han.
+_WITHOUT_SPACES = ((0xE00, 0xEFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x4DBF))
+_WITHOUT_SPACES += ((0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF))
+_ROWS_AT_A_TIME, _CHARACTERS_AT_A_TIME = 256, 1 << 18
 
 
-class WordsOfRow(NamedTuple):
-    """What is compared of a row."""
+# Words of texts -------------------------------------------------------------------------------------------------------
 
-    words: np.ndarray  # (W,) uint32
-    media: int
-    """Hash of the contents or paths of images, 64 bits; 0 if the row shows none."""
+
+class RowWords(NamedTuple):
+    """The words of some rows."""
+
+    words: np.ndarray  # (W,) uint32: equal words have equal numbers, in every process
+    num_words: np.ndarray  # (N,) int64
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """(N + 1,) first word of each row, and W."""
+        return np.append(0, np.cumsum(self.num_words))
 
 
 def words_of(text: str) -> list[str]:
     """The words of a text, in order."""
+    text = _normalized(text)
+    spans = _spans(_kinds(_characters(text)))
+    return [text[start:end] for start, end in zip(*(ends.tolist() for ends in spans), strict=True)]
+
+
+def numbers_of(texts: Sequence[str]) -> RowWords:
+    """The words of texts as numbers."""
+    normalized = [f"{_normalized(text)}\n" for text in texts]
+    characters = _characters("".join(normalized))
+    lengths = np.array([len(text) for text in normalized], dtype=np.int64)
+    kinds, lasts = _kinds(characters), np.cumsum(lengths)
+    has_words = np.add.reduceat((kinds >= _WORD).astype(np.int64), lasts - lengths) > 0 if texts else lasts > 0
+    if not has_words.all():
+        kinds = np.where(np.repeat(has_words, lengths) | (kinds == 0), kinds, _ALONE)
+    starts, ends = _spans(kinds)
+    powers, inverse = _powers(1 << len(characters).bit_length())
+    sums = np.append(np.uint64(0), np.cumsum((characters + np.uint64(1)) * powers[: len(characters)], dtype=np.uint64))
+    words = mixed((sums[ends] - sums[starts]) * inverse[starts]) >> np.uint64(32)
+    num_words = np.bincount(np.searchsorted(lasts, starts, side="right"), minlength=len(texts))
+    return RowWords(words.astype(np.uint32), num_words.astype(np.int64))
+
+
+def runs_of(words: np.ndarray, offsets: np.ndarray, length: int, *, of_short: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return a hash of each run of `length` words, (R,) uint64, and the first run of each row and R, (N + 1,).
+
+    words: (all words of N rows,) uint32; offsets: (N + 1,) first word of each row. A row of fewer words has one run
+    with `of_short`, and none without.
+    """
+    num_words = np.diff(offsets)
+    counts = np.maximum(num_words - length + 1, (num_words > 0) if of_short else 0)
+    firsts = np.append(0, np.cumsum(counts))
+    gap = np.arange(len(counts)) * (length - 1)  # of zeros, at the end of each row
+    padded = np.zeros(len(words) + len(counts) * (length - 1), dtype=np.uint64)
+    padded[np.arange(len(words)) + np.repeat(gap, num_words)] = mixed(words.astype(np.uint64))
+    places = np.arange(firsts[-1]) + np.repeat(offsets[:-1] + gap - firsts[:-1], counts)
+    hashes = padded[places]
+    for i in range(1, length):
+        hashes = hashes * TO_NEXT + padded[places + i]
+    return mixed(hashes), firsts
+
+
+def mixed(values: np.ndarray) -> np.ndarray:
+    """Hash 64-bit numbers, as splitmix64 does."""
+    values = values + TO_NEXT
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _normalized(text: str) -> str:
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text.translate(_invisible()))
-    text = text.casefold()
-    return _WORD.findall(text) or _VISIBLE.findall(text)
+    return text.casefold()
 
 
-def numbers_of(words: list[str]) -> np.ndarray:
-    """A number per word, (W,) uint32: equal words have equal numbers, in every process."""
-    if len(_known) > _MOST_KNOWN:
-        _known.clear()
-    return np.array([_known[word] for word in words], dtype=np.uint32)
-
-
-def words_of_row(row: Row, reader: RowReader) -> WordsOfRow:
-    """What is compared of a row; no words for a row that cannot be read, which is refused or skipped elsewhere."""
-    found, ids = _Contents(), np.empty(0, dtype=np.uint32)
-    try:
-        with reading(row):
-            fields, form = reader.contents(row), reader.formats[row.source].fields
-            if form.ids:
-                ids = np.array(parse_if_json(fields.pop(form.ids), form.ids)).astype(np.uint32)
-            for name, value in fields.items():
-                if name in PART_FIELDS:
-                    found.add_media(value)
-                else:
-                    found.add(_parsed(value, name))
-    except (ValueError, TypeError, OverflowError):
-        return WordsOfRow(ids[:0], 0)
-    return WordsOfRow(
-        np.append(ids, numbers_of([word for text in found.texts for word in words_of(text)])), found.media
-    )
-
-
-class _Numbers(dict[str, int]):
-    def __missing__(self, word: str) -> int:
-        number = self[word] = crc32(word.encode("utf-8", "surrogatepass"))
-        return number
-
-
-_known = _Numbers()
-_INVISIBLE: dict[int, None] = {}
-
-
+@cache
 def _invisible() -> dict[int, None]:
     """A table for `str.translate` that removes characters which only format, such as a soft hyphen."""
-    if not _INVISIBLE:
-        _INVISIBLE.update((i, None) for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)) == "Cf")
-    return _INVISIBLE
+    return {i: None for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)) == "Cf"}
 
 
-def _parsed(value: object, name: str) -> object:
-    """A field with messages that are JSON, as in CSV files, as a list; others unchanged."""
-    with suppress(ValueError):
-        found = parse_if_json(value, name)
-        if isinstance(found, list) and all(isinstance(item, dict | list) for item in found):
-            return found
-    return value
+def _characters(text: str) -> np.ndarray:
+    """(C,) uint64"""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.uint64)
 
 
-class _Contents:
-    """Texts and media in the fields of a row."""
+def _kinds(characters: np.ndarray) -> np.ndarray:
+    """The kind of each character, (C,) uint8."""
+    is_ascii = not len(characters) or characters.max() < 128
+    return _table(128 if is_ascii else sys.maxunicode + 1)[characters]
 
-    def __init__(self) -> None:
-        self.texts = list[str]()
-        self._media: list[bytes] = []
+
+@cache
+def _table(size: int) -> np.ndarray:
+    """The kind of each character below `size`. Marks, such as vowels of Indic scripts, belong to words."""
+    table = np.full(size, _VISIBLE, dtype=np.uint8)
+    for i in range(size):
+        character = chr(i)
+        if character.isalnum() or unicodedata.category(character)[0] == "M":
+            table[i] = _WORD
+        elif character.isspace():
+            table[i] = 0
+    for first, last in _WITHOUT_SPACES:
+        table[first : last + 1] = np.where(table[first : last + 1] == _WORD, _ALONE, table[first : last + 1])
+    return table
+
+
+def _spans(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first characters of words, (W,), and the ends of the words."""
+    if not (kinds >= _WORD).any():
+        kinds = np.where(kinds == _VISIBLE, _ALONE, kinds)
+    before, after = np.append(0, kinds[:-1]), np.append(kinds[1:], 0)
+    is_word, is_alone = kinds >= _WORD, kinds == _ALONE
+    starts = is_word & ((before < _WORD) | is_alone | (before == _ALONE))
+    ends = is_word & ((after < _WORD) | is_alone | (after == _ALONE))
+    return np.flatnonzero(starts), np.flatnonzero(ends) + 1
+
+
+@cache
+def _powers(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The powers of `_FACTOR` and of its inverse modulo 2^64, (size,) uint64 each."""
+    both = []
+    for factor in (_FACTOR, pow(_FACTOR, -1, 1 << 64)):
+        powers = np.full(size, factor, dtype=np.uint64)
+        powers[0] = 1
+        both.append(np.multiply.accumulate(powers))
+    return both[0], both[1]
+
+
+# Contents of rows -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RowContents:
+    """What is compared of a row."""
+
+    texts: list[str] = field(default_factory=list)
+    ids: np.ndarray | None = None
+    """Ids of tokens, which are its words."""
+    _media: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, row: Row, reader: RowReader) -> "RowContents":
+        """Empty for a row that cannot be read, which is refused or skipped elsewhere."""
+        found = cls()
+        try:
+            with reading(row):
+                fields, form = reader.contents(row), reader.formats[row.source].fields
+                if form.ids:
+                    found.ids = np.array(parse_if_json(fields.pop(form.ids), form.ids)).astype(np.uint32)
+                for name, value in fields.items():
+                    if name in PART_FIELDS:
+                        found.add_media(value)
+                    else:
+                        found.add(_parsed(value, name))
+        except (ValueError, TypeError, OverflowError):
+            return cls()
+        return found
 
     @property
     def media(self) -> int:
-        """Hash of the media, or 0 without media."""
+        """Hash of the contents or paths of images, 64 bits; 0 without images."""
         whole = hashlib.blake2b(digest_size=8)
         for part in self._media:
             whole.update(len(part).to_bytes(8) + part)
         return int.from_bytes(whole.digest()) if self._media else 0
 
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
     def add(self, value: object) -> None:
+        """Add the texts and the media in a value."""
         if isinstance(value, str):
             self.texts.append(value)
         elif type_of(value) is not None:
@@ -155,3 +238,38 @@ class _Contents:
             self._media.append(contents())
         elif value not in (None, ""):
             self._media.append(str(value).encode("utf-8", "surrogatepass"))
+
+
+def words_of_rows(rows: Sequence[RowContents]) -> RowWords:
+    """The words of rows. Ids of tokens come before texts."""
+    found = numbers_of([row.text for row in rows])
+    if all(row.ids is None for row in rows):
+        return found
+    nothing, offsets = np.empty(0, dtype=np.uint32), found.offsets
+    parts = [
+        np.append(nothing if row.ids is None else row.ids, found.words[offsets[i] : offsets[i + 1]])
+        for i, row in enumerate(rows)
+    ]
+    return RowWords(np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64))
+
+
+def batched(rows: Iterable[RowContents]) -> Iterator[list[RowContents]]:
+    """Rows in lists, which bound the memory of `words_of_rows`."""
+    some, size = list[RowContents](), 0
+    for row in rows:
+        some.append(row)
+        size += sum(map(len, row.texts))
+        if len(some) == _ROWS_AT_A_TIME or size >= _CHARACTERS_AT_A_TIME:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _parsed(value: object, name: str) -> object:
+    """A field with messages that are JSON, as in CSV files, as a list; others unchanged."""
+    with suppress(ValueError):
+        found = parse_if_json(value, name)
+        if isinstance(found, list) and all(isinstance(item, dict | list) for item in found):
+            return found
+    return value
