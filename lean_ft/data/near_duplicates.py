@@ -42,7 +42,7 @@ BANDS, PER_BAND = 20, 6
 VERSION = 1  # of what is found; part of fingerprints
 OF_EARLIER, OF_HELD_OUT = "near-duplicates of earlier rows", "near-duplicates of held-out rows"
 _WORDS_AT_A_TIME = 1 << 15  # hashed together; they stay in the processor's cache
-_MOST_REMEMBERED = 64  # rows whose shingles are remembered
+_MOST_REMEMBERED, _MOST_WORDS_REMEMBERED = 4096, 2048  # rows whose shingles are remembered; 16 KiB of each
 _MOST_IN_A_BAND = 16  # rows of a band that a row may be compared with, the latest first
 _MOST_COMPARED = 8  # rows that a row is compared with, those in most bands first
 _FACTORS = np.random.default_rng(0).integers(1 << 63, size=(BANDS, PER_BAND), dtype=np.uint64) * 2 + 1  # odd
@@ -111,7 +111,7 @@ class StoredWords:
         self._arrays, _ = load_entry(folder, None, write)
         self._words, self._media = self._arrays["words"], self._arrays["media"]
         self._offsets = np.append(0, np.cumsum(self._arrays["num_words"]))
-        self._of_earlier = lru_cache(_MOST_REMEMBERED)(self.shingles)  # rows that many others are compared with
+        self._remembered = lru_cache(_MOST_REMEMBERED)(self.shingles)  # of rows that others are compared with
 
     def __len__(self) -> int:
         return len(self._media)
@@ -125,17 +125,22 @@ class StoredWords:
         words = self.words(row)
         return np.unique(shingles(words, np.array([0, len(words)]), self._media[row : row + 1])[0])
 
-    def similarity(self, row: int, earlier: int) -> float:
-        """The Jaccard index of the shingles of two rows that have words."""
-        if self._media[row] != self._media[earlier]:
-            return 0.0
-        if np.array_equal(self.words(row), self.words(earlier)):
-            return 1.0
-        ours, theirs = self.shingles(row), self._of_earlier(earlier)
-        both = np.concatenate((ours, theirs))
-        both.sort()
-        shared = int((both[1:] == both[:-1]).sum())
-        return shared / (len(both) - shared)
+    def first_similar(self, row: int, others: Iterable[int]) -> tuple[int, float] | None:
+        """The first of other rows whose similarity to a row makes the two near-duplicates, and the similarity."""
+        words, media, own = self.words(row), self._media[row], None
+        for other in others:
+            if self._media[other] != media:
+                continue
+            if np.array_equal(self.words(other), words):
+                return other, 1.0
+            own = self.shingles(row) if own is None else own
+            is_long = self._offsets[other + 1] - self._offsets[other] > _MOST_WORDS_REMEMBERED
+            both = np.concatenate((own, (self.shingles if is_long else self._remembered)(other)))
+            both.sort()
+            shared = int((both[1:] == both[:-1]).sum())
+            if (similarity := shared / (len(both) - shared)) >= SIMILAR:
+                return other, similarity
+        return None
 
     def buckets(self) -> tuple[np.ndarray, int]:
         """Return the bucket of each row in each band, (N, BANDS) int32, and the number of buckets. The rows of a bucket
@@ -167,14 +172,12 @@ def find(stored: StoredWords) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 times[other] = times.get(other, 0) + 1
                 other, num_met = previous[other * BANDS + band], num_met + 1
         likely = sorted(times, key=lambda other: (-times[other], other))[:_MOST_COMPARED]
-        for other in likely:
-            if (similarity := stored.similarity(row, other)) >= SIMILAR:
-                found.append((row, other, similarity))
-                break
-        else:
-            for band, bucket in enumerate(in_bands):
-                if bucket >= 0:
-                    previous[row * BANDS + band], latest[bucket] = latest[bucket], row
+        if (similar := stored.first_similar(row, likely)) is not None:
+            found.append((row, *similar))
+            continue
+        for band, bucket in enumerate(in_bands):
+            if bucket >= 0:
+                previous[row * BANDS + band], latest[bucket] = latest[bucket], row
     rows, of, similarity = zip(*found, strict=True) if found else ((), (), ())
     return np.array(rows, dtype=np.int64), np.array(of, dtype=np.int64), np.array(similarity, dtype=np.float32)
 
