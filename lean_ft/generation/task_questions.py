@@ -36,10 +36,21 @@ def _of_harness(tasks: Sequence[str]) -> Iterator[tuple[str, str]]:
     manager, names = find_tasks(tasks)
     for name, task in manager.load(names)["tasks"].items():
         for document in task.eval_docs:
-            text = task.doc_to_decontamination_query(document) if task.should_decontaminate() else None
+            text = _named_question(task, document)
             text = task.doc_to_text(document) if text is None else text
             # Some tasks complete one of several beginnings, by its index.
             yield name, str(task.doc_to_choice(document)[text] if isinstance(text, int) else text)
+
+
+def _named_question(task: Any, document: Mapping[str, Any]) -> Any:
+    """What a task compares with training data; None if it names nothing. The harness's own function evaluates the text
+    as Python, which fails for most."""
+    query = task.config.doc_to_decontamination_query if task.should_decontaminate() else None
+    if not isinstance(query, str):
+        return query(document) if callable(query) else None
+    from lm_eval.utils import apply_template
+
+    return document[query] if query in document else apply_template(query, document)
 
 
 def _texts(data: Any, splits: Sequence[str]) -> Iterator[str]:
