@@ -129,7 +129,7 @@ def _words(contents: "RowContents") -> list[str]:
     from lean_ft.data.row_words import words_of
 
     ids = [] if contents.ids is None else contents.ids[:_MOST_WORDS].tolist()
-    return [*map(str, ids), *words_of(contents.text)][:_MOST_WORDS]
+    return [*map(str, ids), *words_of(contents.text, symbols=True)][:_MOST_WORDS]
 
 
 def _difference(before: Sequence[str], after: Sequence[str]) -> str:

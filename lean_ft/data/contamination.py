@@ -69,10 +69,10 @@ class _Task:
     @classmethod
     def of(cls, name: str, questions: Iterable[str]) -> "_Task":
         texts = list(questions)
-        words = [words_of(text) for text in texts]
+        words = [words_of(text, symbols=False) for text in texts]
         lengths = [len(one) for one in words] or [0]
         run = int(np.clip(np.quantile(lengths, QUANTILE, method="inverted_cdf"), LEAST, MOST))
-        numbers = [numbers_of([text]).words for text in texts]
+        numbers = [numbers_of([text], symbols=False).words for text in texts]
         offsets = np.append(0, np.cumsum([len(one) for one in numbers], dtype=np.int64))
         joined = np.concatenate([np.empty(0, dtype=np.uint32), *numbers])
         hashes, firsts = runs_of(joined, offsets, run, of_short=False)
@@ -132,7 +132,7 @@ def task_overlaps(
             yield RowContents.of(row, reader)
 
     for some in batched(contents()):
-        words = words_of_rows(some)
+        words = words_of_rows(some, symbols=False)
         for length in lengths:
             hashes, firsts = runs_of(words.words, words.offsets, length, of_short=False)
             found = lookup.add(hashes, np.repeat(np.arange(number, number + len(some)), np.diff(firsts)))

@@ -184,7 +184,7 @@ def find(stored: StoredWords) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _joined(rows: Sequence[RowContents]) -> dict[str, np.ndarray]:
     """Return the words of some rows, and the keys of their bands."""
-    found, media = words_of_rows(rows), np.array([row.media for row in rows], dtype=np.uint64)
+    found, media = words_of_rows(rows, symbols=True), np.array([row.media for row in rows], dtype=np.uint64)
     keys, offsets, first = list[np.ndarray](), found.offsets, 0
     while first < len(rows):
         end = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _WORDS_AT_A_TIME, side="right")) - 1)

@@ -1,8 +1,9 @@
 """Words of texts and of rows, as numbers: what near-duplicates and overlaps with evaluation tasks are compared by.
 
-A word is a run of letters and digits after Unicode normalization (NFKC) and case folding; punctuation, white space and
+A word is a run of letters and digits after Unicode normalization (NFKC) and case folding. Punctuation, white space and
 invisible characters do not count. A character of a script without spaces, such as Chinese or Thai, is a word of its
-own. In a text without letters and digits, such as emoji, each visible character is a word.
+own. With `symbols`, so are signs that change the meaning of a formula or of code, such as `+`, `(` and emoji; a hyphen
+between letters is none of them. In a text without words, each visible character is one.
 
 The text of a row is that of all fields that its format reads, without `NOT_COMPARED`, system messages and the names of
 roles: many rows share a system prompt, and it would make all of them similar. Rows that show other media are different
@@ -32,6 +33,7 @@ TO_NEXT = np.uint64(0x9E3779B97F4A7C15)  # odd; a word counts by its place in a 
 _FACTOR = 0x2545F4914F6CDD1D  # odd; a character counts by its place in a word
 _KEYS = frozenset(("role", "from", "type", "id", "tool_call_id"))  # of messages and parts: no text
 _WORD, _ALONE, _VISIBLE = 2, 3, 1  # kinds of characters; 0: white space
+_SYMBOLS = frozenset("#%&*/@\\-()[]{}")  # besides the symbols of Unicode, such as + and =
 # First and last character of scripts without spaces: Thai and Lao, Myanmar, Khmer, kana, Han.
 _WITHOUT_SPACES = ((0xE00, 0xEFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x4DBF))
 _WITHOUT_SPACES += ((0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF))
@@ -53,19 +55,19 @@ class RowWords(NamedTuple):
         return np.append(0, np.cumsum(self.num_words))
 
 
-def words_of(text: str) -> list[str]:
+def words_of(text: str, *, symbols: bool) -> list[str]:
     """The words of a text, in order."""
     text = _normalized(text)
-    spans = _spans(_kinds(_characters(text)))
+    spans = _spans(_kinds(_characters(text), symbols))
     return [text[start:end] for start, end in zip(*(ends.tolist() for ends in spans), strict=True)]
 
 
-def numbers_of(texts: Sequence[str]) -> RowWords:
+def numbers_of(texts: Sequence[str], *, symbols: bool) -> RowWords:
     """The words of texts as numbers."""
     normalized = [f"{_normalized(text)}\n" for text in texts]
     characters = _characters("".join(normalized))
     lengths = np.array([len(text) for text in normalized], dtype=np.int64)
-    kinds, lasts = _kinds(characters), np.cumsum(lengths)
+    kinds, lasts = _kinds(characters, symbols), np.cumsum(lengths)
     has_words = np.add.reduceat((kinds >= _WORD).astype(np.int64), lasts - lengths) > 0 if texts else lasts > 0
     if not has_words.all():
         kinds = np.where(np.repeat(has_words, lengths) | (kinds == 0), kinds, _ALONE)
@@ -113,7 +115,8 @@ def _normalized(text: str) -> str:
 @cache
 def _invisible() -> dict[int, None]:
     """A table for `str.translate` that removes characters which only format, such as a soft hyphen."""
-    return {i: None for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)) == "Cf"}
+    formatting = {i: None for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)) == "Cf"}
+    return formatting | dict.fromkeys(range(0xFE00, 0xFE10))  # how an emoji looks
 
 
 def _characters(text: str) -> np.ndarray:
@@ -121,22 +124,30 @@ def _characters(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.uint64)
 
 
-def _kinds(characters: np.ndarray) -> np.ndarray:
+def _kinds(characters: np.ndarray, symbols: bool) -> np.ndarray:
     """The kind of each character, (C,) uint8."""
     is_ascii = not len(characters) or characters.max() < 128
-    return _table(128 if is_ascii else sys.maxunicode + 1)[characters]
+    kinds = _table(128 if is_ascii else sys.maxunicode + 1, symbols)[characters]
+    hyphens = np.flatnonzero(characters[1:-1] == ord("-")) + 1
+    if symbols and len(hyphens):
+        is_letter = (kinds == _WORD) & ((characters < ord("0")) | (characters > ord("9")))
+        kinds[hyphens[is_letter[hyphens - 1] & is_letter[hyphens + 1]]] = _VISIBLE
+    return kinds
 
 
 @cache
-def _table(size: int) -> np.ndarray:
+def _table(size: int, symbols: bool) -> np.ndarray:
     """The kind of each character below `size`. Marks, such as vowels of Indic scripts, belong to words."""
     table = np.full(size, _VISIBLE, dtype=np.uint8)
     for i in range(size):
-        character = chr(i)
-        if character.isalnum() or unicodedata.category(character)[0] == "M":
+        category = unicodedata.category(chr(i))
+        if category[0] in "LNM":
             table[i] = _WORD
-        elif character.isspace():
+        elif chr(i).isspace():
             table[i] = 0
+        elif symbols and (category[0] == "S" or chr(i) in _SYMBOLS):
+            table[i] = _ALONE
+    table[ord("`")] = _VISIBLE
     for first, last in _WITHOUT_SPACES:
         table[first : last + 1] = np.where(table[first : last + 1] == _WORD, _ALONE, table[first : last + 1])
     return table
@@ -240,9 +251,9 @@ class RowContents:
             self._media.append(str(value).encode("utf-8", "surrogatepass"))
 
 
-def words_of_rows(rows: Sequence[RowContents]) -> RowWords:
+def words_of_rows(rows: Sequence[RowContents], *, symbols: bool) -> RowWords:
     """The words of rows. Ids of tokens come before texts."""
-    found = numbers_of([row.text for row in rows])
+    found = numbers_of([row.text for row in rows], symbols=symbols)
     if all(row.ids is None for row in rows):
         return found
     nothing, offsets = np.empty(0, dtype=np.uint32), found.offsets

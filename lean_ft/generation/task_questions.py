@@ -42,7 +42,7 @@ def _of_harness(tasks: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, str(task.doc_to_choice(document)[text] if isinstance(text, int) else text)
 
 
-def _named_question(task: Any, document: Mapping[str, Any]) -> Any:
+def _named_question(task: Any, document: dict[str, Any]) -> Any:
     """What a task compares with training data; None if it names nothing. The harness's own function evaluates the text
     as Python, which fails for most."""
     query = task.config.doc_to_decontamination_query if task.should_decontaminate() else None

@@ -85,7 +85,22 @@ def test_a_band_is_shared_with_the_known_probability(similarity: float) -> None:
 
 
 def test_rows_without_words_are_never_near_duplicates_and_short_ones_only_if_equal(tmp_path: Path) -> None:
-    texts = ["", " ", "yes", "Yes!", "yes sir", "sir yes", "", "!!", "!!", "a b c d e", "a b c d e f", "a b c d"]
+    texts = [
+        "",
+        " ",
+        "yes",
+        "Yes!",
+        "yes sir",
+        "sir yes",
+        "",
+        "!!",
+        "!!",
+        "7 + 1",
+        "7 - 1",
+        "a b c d e",
+        "a b c d e f",
+        "a b c d",
+    ]
     assert found_in(texts, tmp_path).keys() == {3, 8}
 
 

@@ -22,8 +22,11 @@ TEXTS = {
     "soft\u00adhyphen zero\u200bwidth": ["softhyphen", "zerowidth"],
     "\u4f60\u597d\u4e16\u754cabc def": [*"\u4f60\u597d\u4e16\u754c", "abc", "def"],
     "\u0939\u093f\u0928\u094d\u0926\u0940": ["\u0939\u093f\u0928\u094d\u0926\u0940"],
-    "\U0001f600 !?": ["\U0001f600", "!", "?"],
-    "\U0001f600 yes!": ["yes"],
+    "?! ...": ["?", "!", ".", ".", "."],
+    "\U0001f600 yes! \u2764\ufe0f": ["\U0001f600", "yes", "\u2764"],
+    "78 - 8 = 70": ["78", "-", "8", "=", "70"],
+    "2*(x+1) `a_b`": ["2", "*", "(", "x", "+", "1", ")", "a", "b"],
+    "-5 6-7 well-known a- -b": ["-", "5", "6", "-", "7", "well", "known", "a", "-", "-", "b"],
     "": [],
     " \n": [],
 }
@@ -31,14 +34,18 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_words_of_a_text(text: str) -> None:
-    assert words_of(text) == TEXTS[text]
+    assert words_of(text, symbols=True) == TEXTS[text]
+    without = [word for word in TEXTS[text] if word.isalnum() or word[:1].isalpha()]
+    assert words_of(text, symbols=False) == (without or TEXTS[text])
 
 
 def test_numbers_are_equal_where_words_are() -> None:
     """In one call for all texts, and in a call for each."""
-    together = numbers_of(list(TEXTS))
+    together = numbers_of(list(TEXTS), symbols=True)
     assert together.num_words.tolist() == [len(words) for words in TEXTS.values()]
-    np.testing.assert_array_equal(together.words, np.concatenate([numbers_of([text]).words for text in TEXTS]))
+    np.testing.assert_array_equal(
+        together.words, np.concatenate([numbers_of([text], symbols=True).words for text in TEXTS])
+    )
     pairs = set(zip([word for words in TEXTS.values() for word in words], together.words.tolist(), strict=True))
     assert len(pairs) == len({word for word, _ in pairs}) == len({number for _, number in pairs})
 
@@ -46,7 +53,7 @@ def test_numbers_are_equal_where_words_are() -> None:
 @pytest.mark.parametrize("of_short", [True, False])
 def test_runs_are_those_of_the_texts_words(of_short: bool) -> None:
     rows = ["a b c d", "b c", "", "x b c d", "b c", "c b"]
-    found = numbers_of(rows)
+    found = numbers_of(rows, symbols=True)
     hashes, firsts = runs_of(found.words, found.offsets, 3, of_short=of_short)
     expected = []
     for row in rows:
@@ -88,18 +95,18 @@ def test_what_of_a_row_is_compared(
     settings: type[DataConfig], row: dict[str, Any], words: str, write: Callable[..., str], chat_tokenizer
 ) -> None:
     found = contents(settings(source=write([row])), chat_tokenizer)
-    assert sorted(words_of(found.text)) == sorted(words.split())
+    assert sorted(words_of(found.text, symbols=True)) == sorted(words.split())
 
 
 def test_a_prompt_is_compared_without_its_other_columns(write: Callable[..., str], chat_tokenizer) -> None:
     config = PromptDataConfig(source=write([{"prompt": "Who?", "answer": "No one"}])).rows([])
-    assert words_of(contents(config, chat_tokenizer).text) == ["who"]
+    assert words_of(contents(config, chat_tokenizer).text, symbols=True) == ["who"]
 
 
 def test_ids_are_words(write: Callable[..., str], plain_tokenizer) -> None:
     found = contents(SFTDataConfig(source=write([{"input_ids": [3, 5, 5, 200]}])), plain_tokenizer)
-    assert words_of_rows([found, RowContents(["a"])]).num_words.tolist() == [4, 1]
-    assert words_of_rows([found]).words.tolist() == [3, 5, 5, 200]
+    assert words_of_rows([found, RowContents(["a"])], symbols=True).num_words.tolist() == [4, 1]
+    assert words_of_rows([found], symbols=True).words.tolist() == [3, 5, 5, 200]
 
 
 def test_images_count_by_their_contents() -> None:
