@@ -1,10 +1,10 @@
 """Texts of the questions of evaluation tasks: lm-evaluation-harness's, by name or from YAML files, and MTEB's."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lean_ft.embedding.mteb_tasks import PREFIX, find_mteb_tasks, split_tasks
 from lean_ft.generation.tasks import find_tasks
+from lean_ft.system.foreign_values import JSON
 
 _NOT_QUESTIONS = ("corpus", "relevant_docs", "top_ranked", "instruction")  # parts of a search besides its queries
 _NOT_TEXTS = ("id", "_id", "title", "label", "labels")  # columns
@@ -36,16 +36,16 @@ def _of_harness(tasks: Sequence[str]) -> Iterator[tuple[str, str]]:
     manager, names = find_tasks(tasks)
     for name, task in manager.load(names)["tasks"].items():
         for document in task.eval_docs:
-            text = _named_question(task, document)
+            named = task.config.doc_to_decontamination_query if task.should_decontaminate() else None
+            text = _named_question(named, document)
             text = task.doc_to_text(document) if text is None else text
             # Some tasks complete one of several beginnings, by its index.
             yield name, str(task.doc_to_choice(document)[text] if isinstance(text, int) else text)
 
 
-def _named_question(task: Any, document: dict[str, Any]) -> Any:
-    """What a task compares with training data; None if it names nothing. The harness's own function evaluates the text
-    as Python, which fails for most."""
-    query = task.config.doc_to_decontamination_query if task.should_decontaminate() else None
+def _named_question(query: object, document: dict[str, JSON]) -> object:
+    """The text that a task compares with training data: a field, a template or a function; None if it names none. The
+    harness's own function evaluates the text as Python, which fails for most."""
     if not isinstance(query, str):
         return query(document) if callable(query) else None
     from lm_eval.utils import apply_template
@@ -53,13 +53,13 @@ def _named_question(task: Any, document: dict[str, Any]) -> Any:
     return document[query] if query in document else apply_template(query, document)
 
 
-def _texts(data: Any, splits: Sequence[str]) -> Iterator[str]:
+def _texts(data: object, splits: Sequence[str]) -> Iterator[str]:
     """The texts in MTEB's data: data sets by subset and split, or by part of a search."""
     if isinstance(data, Mapping):
         for name, part in data.items():
             if name not in _NOT_QUESTIONS and (name in splits or not {*data} & {*splits}):
                 yield from _texts(part, splits)
-    elif data is not None:
+    elif isinstance(data, Iterable):
         for row in data:
             for name, value in row.items():
                 values = value if isinstance(value, list) else [value]
