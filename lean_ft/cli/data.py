@@ -19,6 +19,7 @@ from rich.text import Text
 
 from lean_ft.cli.arguments import Debug, Overrides, Preset, load_run
 from lean_ft.cli.output import print_note, print_table, progress, stdout
+from lean_ft.cli.repeats import print_repeats
 from lean_ft.hub.paths import EMBEDDED
 from lean_ft.settings import (
     DataConfig,
@@ -91,6 +92,17 @@ def stats(
     peak: Annotated[
         bool, typer.Option("--peak", help="Also predict the peak memory of a step at each length. Slow.")
     ] = False,
+    duplicates: Annotated[
+        bool, typer.Option("--duplicates", help="Instead, find rows that nearly repeat others, with examples.")
+    ] = False,
+    contamination: Annotated[
+        str | None,
+        typer.Option(
+            "--contamination",
+            metavar="TASKS",
+            help="Instead, find questions of evaluation tasks in training rows. As tasks=TASKS of `leanft evaluate`.",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Print the lengths of a file's or a run's rows, and the cost of each maximum length.
@@ -104,6 +116,9 @@ def stats(
     from lean_ft.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
+    if duplicates or contamination is not None:
+        print_repeats(cfg.data, tokenizer, duplicates, contamination, peak)
+        return
     cfg = _with_tools(cfg, tokenizer)
     prompts_only = isinstance(cfg.data, PromptRowsConfig)
     if prompts_only and peak:

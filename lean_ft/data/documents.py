@@ -16,6 +16,7 @@ import numpy as np
 from lean_ft.data.columns import Columns, Document
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT, RowReader, reading
 from lean_ft.data.kinds import Kind
+from lean_ft.data.near_duplicates import distinct
 from lean_ft.data.objective import objective_of, own_files
 from lean_ft.data.pairs import until_the_answer_ends
 from lean_ft.data.part_types import UnreadablePartError
@@ -50,7 +51,7 @@ def renderer_of(config: DataConfig, tokenizer: Tokenizer, source: Sources | None
     kinds, objective = kinds_of(tokenizer, config), objective_of(config)
     sources = RowSources.of(config.importable(), source)
     reader = objective.reader.of(sources, sources.first_rows(NUM_ROWS_TO_DETECT), tokenizer)
-    return Renderer(sources, reader, tokenizer, kinds, objective.unit)
+    return Renderer(distinct(sources, reader), reader, tokenizer, kinds, objective.unit)
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ class Renderer:
         """Return the readable rows, each with its sequences."""
         read: list[tuple[Row, list[Passage | Document]]] = []
         for row in rows:
+            if row.left_out:
+                report.drop(row.left_out)
+                continue
             try:
                 self.reader.values(row)  # unreadable values make a bad row
                 unread, passages = self.reader.unread(row), self.reader.passages(row)

@@ -94,6 +94,9 @@ class Fields:
 
 OF_CHATS = ("system", "tools", "chat_template_kwargs", *PART_FIELDS)
 OF_PROMPTS = ("history", *OF_CHATS)
+# Fields that say how a text is rendered, or what it is labeled with.
+NOT_COMPARED = frozenset(("system", "tools", "chat_template_kwargs", "margin", "score", "scores", "spans"))
+NOT_COMPARED |= {"label", "labels", "ner_tags", "tags"}
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "prompt_mask")
 PROMPT, ALPACA = ("prompt",), ("instruction", "input")
 FORMATS = {
@@ -387,6 +390,11 @@ class RowReader:
 
     def fields_of(self, row: Row) -> dict[str, Any]:
         return self.formats[row.source].fields_of(row)
+
+    def contents(self, row: Row) -> dict[str, Any]:
+        """Return the fields by which `row` is compared with others: its texts and media. Raises ValueError with the
+        row's place."""
+        return {name: value for name, value in self.fields_of(row).items() if name not in (*NOT_COMPARED, *MASKS)}
 
     @property
     def unused(self) -> tuple[str, ...]:

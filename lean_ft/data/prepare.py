@@ -33,6 +33,7 @@ from lean_ft.data.keys import (
 from lean_ft.data.kinds import Kind
 from lean_ft.data.largest import largest_batch
 from lean_ft.data.mixing import MixedRows, SourceMix, SourceUse
+from lean_ft.data.near_duplicates import decided_by, note_held_out
 from lean_ft.data.objective import Objective, objective_of, own_files
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
 from lean_ft.data.parts import kinds_of
@@ -207,6 +208,7 @@ class Preparation:
         part = hash_of(fraction, *self.mix.identity, self.drawn_by)
         if validation_source is not None:
             held_out = self.documents(validation_source)
+            note_held_out(whole.report, held_out.report)
         elif fraction:
             rows, held_out_rows = _split(len(rows), fraction, self.seed)
             report = DataReport(whole.report.format, unit=whole.report.unit, rows=len(held_out_rows))
@@ -254,15 +256,15 @@ class Preparation:
         return load_entry(self.folder, key, lambda writer: writer.append(make()))[0]
 
     def _key_of_documents(self, sources: RowSources, content: SourceContent | None) -> str | None:
-        files = own_files(self.config)
-        if content is None or not all(files.values()):
+        files, others = own_files(self.config), [one.digest for one in decided_by(self.config)]
+        if content is None or not all((*files.values(), *others)):
             return None
         own_code = [hashlib.blake2b(Path(file).read_bytes()).hexdigest() for file in files.values()]
         settings = [type(self.config.importable()).__name__, settings_of_documents(self.config)]
         # Paths in rows are relative to the folder of the rows.
         folders = sources.folders() if self.kinds else []
         digests = code_digest(), content.digest, tokenizer_digest(self.tokenizer)
-        return f"documents-{hash_of(FORMAT, *digests, settings, *folders, *own_code)}"
+        return f"documents-{hash_of(FORMAT, *digests, settings, *folders, *own_code, *others)}"
 
     def keys(self, prepared: Prepared) -> Keys:
         if prepared.key is None:
@@ -296,7 +298,7 @@ class Preparation:
         ]
         if files := own_files(self.config):  # the code of an own objective may change, so its documents count
             contents.append(Content(f"the documents that {', '.join(files)} makes of the rows", columns.content()))
-        return contents
+        return contents + decided_by(self.config)
 
 
 # Training rows --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from lean_ft.data.formats import (
 from lean_ft.data.keys import contents_of_tokenizer, hash_of, tokenizer_digest
 from lean_ft.data.media import UNREAD_FIELDS, refuse_media
 from lean_ft.data.mixing import SourceMix
+from lean_ft.data.near_duplicates import decided_by, note_held_out
 from lean_ft.data.objective import Objective
 from lean_ft.data.parts import PART_FIELDS, kinds_of, units_read, units_shown, unread_part_keys, without_contents
 from lean_ft.data.report import DataReport
@@ -129,7 +130,8 @@ def _read_prompts(
     (prompts, report), held_out = _read(renderer_of(rows, tokenizer), digest), None
     kept = np.arange(len(prompts))
     if config.validation_source is not None:
-        held_out, _ = _read(renderer_of(rows, tokenizer, config.validation_source), digest)
+        held_out, of_held_out = _read(renderer_of(rows, tokenizer, config.validation_source), digest)
+        note_held_out(report, of_held_out)
     elif config.validation_fraction > 0:
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
@@ -148,10 +150,13 @@ def _read_prompts(
     settings |= {} if config.shuffle else {"shuffle": False}
     settings |= {"tools": tools} if tools else {}
     settings |= {} if mix.is_plain else {"mix": [*mix.identity, seed]}
-    fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
+    others = decided_by(rows)
+    fingerprint = hash_of(
+        digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction, *others
+    )
     schemas = [(str(tool.get("function", tool).get("name")), hash_of(tool)) for tool in tools]
     of_tools = [Content(f"the schema of the tool {name}", schema) for name, schema in schemas]
-    contents = Contents([*digest.contents(), *contents_of_tokenizer(tokenizer), *of_tools])
+    contents = Contents([*digest.contents(), *contents_of_tokenizer(tokenizer), *of_tools, *others])
     made = Prompts(
         prompts, seed=seed, report=report, fingerprint=fingerprint, contents=contents, shuffle=config.shuffle
     )
@@ -193,6 +198,10 @@ class PromptReader(RowReader):
 
     def columns(self, row: Row) -> dict[str, Any]:
         return self.read(row)[1]
+
+    def contents(self, row: Row) -> dict[str, Any]:
+        asked, columns = self.read(row)
+        return {"prompt": asked} | {name: columns[name] for name in PART_FIELDS if name in columns}
 
     def read(self, row: Row) -> tuple[Any, dict[str, Any]]:
         """Return the prompt, a text or messages, and the columns. Raises ValueError with the row's place."""

@@ -71,6 +71,8 @@ class Row(NamedTuple):
     """Folder of the row's file, to which paths in the row are relative."""
     refused: Mapping[str, str] = {}
     """Field with a value that cannot be read -> the reason. Reading such a field is an error."""
+    left_out: str = ""
+    """Reason why the row is not used, for the report; empty for others."""
 
     def check(self, *names: str) -> None:
         """Raise ValueError if one of the fields `names` cannot be read. Without names, check all fields."""

@@ -111,6 +111,10 @@ class RowsConfig(Settings):
     """Held-out rows for evaluation, given like `source`, without weights and shares."""
     validation_fraction: Fraction = 0.0
     """Fraction of the rows to hold out for evaluation if validation_source is not set."""
+    near_duplicates: Literal["keep", "drop"] = "keep"
+    """What happens with rows that nearly repeat an earlier row. `drop` keeps the first row of each group, and compares
+    training rows with held-out rows of `validation_source` first, which win. Dropped rows are counted. `leanft data
+    stats --duplicates` prints examples."""
     chat_template: FilePath | None = None
     """File with a Jinja chat template that replaces the model's. It is saved with the checkpoints."""
     system: str | None = None
@@ -151,6 +155,20 @@ class RowsConfig(Settings):
             raise ValueError(
                 f"share_of={self.share_of} is used only with shares, and no entry of source has a share. Give the "
                 "entries shares, such as source=[{path: a.jsonl, share: 0.7}, b.jsonl], or remove share_of."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_compare_rows(self) -> "RowsConfig":
+        if self.near_duplicates == "drop" and self.streaming:
+            raise ValueError(
+                "near_duplicates=drop compares all rows before the first is used, and streaming=true reads them while "
+                "they download. Remove one of them."
+            )
+        if self.near_duplicates == "drop" and self.source == self.validation_source:
+            raise ValueError(
+                f"near_duplicates=drop leaves no training row: validation_source={self.validation_source} has the same "
+                "rows as source. Set validation_source to other rows, or set validation_fraction instead."
             )
         return self
 

@@ -35,7 +35,7 @@ def _is_name(name: str) -> str:
 SourceName = Annotated[str, AfterValidator(_is_name)]
 
 
-def source_names(sources: "Sources") -> list[str]:
+def source_names(sources: "str | Sequence[str | DataSource]") -> list[str]:
     """Return the name of each source. Those that the user gave may be equal."""
     listed = [sources] if isinstance(sources, str) else sources
     given = [None if isinstance(one, str) else one.name for one in listed]

@@ -172,6 +172,7 @@ CASES = {
     ),
     "data.validation_source": Case("IN/rows.jsonl"),
     "data.validation_fraction": Case("0.5", "data.validation_source=null"),
+    "data.near_duplicates": Case("drop", "data.source=[IN/rows.jsonl,IN/rows.jsonl]"),
     "data.chat_template": Case("IN/template.jinja", "data.chat=auto"),
     "data.system": Case("Answer.", "data.chat=auto"),
     "data.chat_template_kwargs": Case("{effort: low}", "data.chat=auto data.chat_template=IN/effort.jinja"),
