@@ -16,7 +16,7 @@ from lean_ft.system.contents import name_of_file
 from lean_ft.system.spelling import did_you_mean
 
 if TYPE_CHECKING:
-    from lean_ft.settings.data import DataSource, RowsConfig, Sources
+    from lean_ft.settings.data import DataSource, RowsConfig
 
 MOST_CHARACTERS = 40
 _ENDING = r"(\.(jsonl?|csv|tsv|txt|md|parquet|gz|zst|zstd))+$"
