@@ -1,6 +1,6 @@
 """How often an epoch uses each row: weights of rows, or shares of tokens, of the entries of `data.source`.
 
-With shares, an epoch has as many tokens as all training rows together, so its length does not depend on the shares. The
+With shares, an epoch has as many tokens as all training rows together, so its cost does not depend on the shares. The
 largest-remainder method divides these tokens among the sources. A source is used in whole passes and a random part,
 whose last rows are chosen so that its tokens come as near to its number as possible.
 

@@ -304,6 +304,18 @@ def test_a_wrong_value_says_what_was_expected_what_came_and_what_it_means(overri
 
 
 @pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("{path: b, weight: -1}", "Entry 2: weight is -1. Input should be greater than 0."),
+        ("{path: b, wieght: 2}", "Entry 2: unknown field wieght."),
+        ("{paht: b}", "Entry 2: unknown field paht. Entry 2: missing field path."),
+    ],
+)
+def test_a_wrong_entry_of_a_list_is_named_with_its_field(entry: str, problem: str):
+    assert f"]. {problem}\n" in refusal(f"data.source=[a, {entry}]")
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         *((text, "expected key=value") for text in ("batch_size", "=3", "--batch_size", "a..b=1", "")),
