@@ -28,6 +28,7 @@ from lean_ft.data.formats import (
 )
 from lean_ft.data.keys import contents_of_tokenizer, hash_of, tokenizer_digest
 from lean_ft.data.media import UNREAD_FIELDS, refuse_media
+from lean_ft.data.mixing import SourceMix
 from lean_ft.data.objective import Objective
 from lean_ft.data.parts import PART_FIELDS, kinds_of, units_read, units_shown, unread_part_keys, without_contents
 from lean_ft.data.report import DataReport
@@ -123,25 +124,30 @@ def prompt_rows(
 def _read_prompts(
     config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]]
 ) -> tuple[Prompts, list[Prompt] | None]:
-    digest = NamedDigest()
-    rows = config.rows(tools)
+    digest, rows = NamedDigest(), config.rows(tools)
+    mix = SourceMix.of(rows, seed)
     (prompts, report), held_out = _read(renderer_of(rows, tokenizer), digest), None
+    kept = np.arange(len(prompts))
     if config.validation_source is not None:
         held_out, _ = _read(renderer_of(rows, tokenizer, config.validation_source), digest)
     elif config.validation_fraction > 0:
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
         held_out = [prompts[i] for i in sorted(drawn)]
-        prompts = [prompt for i, prompt in enumerate(prompts) if i not in drawn]
-    if not prompts:
+        kept = np.array([i for i in range(len(prompts)) if i not in drawn], dtype=np.int64)
+    if not len(kept):
         raise ValueError(
             f"no prompt of {config.source} is left: {report.nothing_left()}. Raise data.max_prompt_length."
         )
-    report.kept = len(prompts)
+    lengths = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64)
+    mixture = mix.mixture(report.kept_by_source, lengths, np.zeros_like(lengths), kept)
+    prompts = [prompts[i] for i in kept[mixture.rows]]
+    report.kept, report.sources = len(prompts), mixture.uses()
     settings = config.model_dump(mode="json", include={"columns", "max_prompt_length", "system", "separator", "chat"})
     settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     settings |= {} if config.shuffle else {"shuffle": False}
     settings |= {"tools": tools} if tools else {}
+    settings |= {} if mix.is_plain else {"mix": [*mix.identity, seed]}
     fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction)
     schemas = [(str(tool.get("function", tool).get("name")), hash_of(tool)) for tool in tools]
     of_tools = [Content(f"the schema of the tool {name}", schema) for name, schema in schemas]

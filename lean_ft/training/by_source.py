@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lean_ft.data import Prompt
-from lean_ft.data.batches import Batches, EvalBatches
-from lean_ft.data.report import DataReport
-from lean_ft.settings import PromptDataConfig, RecipeConfig
-from lean_ft.settings.source_names import source_names
+from lean_ft.data.batches import EvalBatches
+from lean_ft.settings import RecipeConfig
 from lean_ft.system.units import counted, number
 from lean_ft.training.metrics import Row, is_number
 
@@ -54,29 +52,16 @@ def in_brackets(
     return f" ({'; '.join(parts)})"
 
 
-def describe_rows(cfg: RecipeConfig, report: DataReport, *rows: object) -> str | None:
-    """Return how many rows each source has, for the log; None unless rows have several sources.
-
-    report: of the training rows; rows: training batches and held-out rows. Prompts to sample from are counted as read.
-    """
-    counts = dict[str, dict[str, int]]()
-    for name, some in zip(("trained rows", "held-out rows"), rows, strict=True):
-        if isinstance(some, Batches | EvalBatches) and (column := some.layout.columns.sources) is not None:
-            counts[name] = column.num_rows(some.layout.columns, some.layout.arrangement.sides)
-        elif isinstance(some, list) and some and isinstance(some[0], Prompt) and some[0].source is not None:
-            counts["held-out prompts"] = Counter(prompt.source for prompt in some)
-    if (prompts := cfg.group(PromptDataConfig)) is not None:
-        names = source_names(prompts.source)
-        read = Counter[str]()
-        for name, number_read in zip(names, report.kept_by_source, strict=False):
-            read[name] += number_read
-        counts |= {"prompts read": read} if len({*names}) > 1 else {}
-    lines = [
-        counted(sum(some.values()), what)
-        + in_brackets(dict(some), lambda number_of: f"{number_of:,.0f}", ends=("most rows", "fewest rows"))
-        for what, some in counts.items()
-    ]
-    return "; ".join(lines) or None
+def describe_held_out(held_out: object) -> str | None:
+    """Return how many held-out rows or prompts each source has, for the log; None unless they have several sources."""
+    if isinstance(held_out, EvalBatches) and (column := held_out.layout.columns.sources) is not None:
+        counts, what = column.num_rows(held_out.layout.columns, held_out.layout.arrangement.sides), "rows"
+    elif isinstance(held_out, list) and held_out and isinstance(held_out[0], Prompt) and held_out[0].source is not None:
+        counts, what = Counter[str](prompt.source for prompt in held_out), "prompts"
+    else:
+        return None
+    shown = in_brackets(dict(counts), lambda count: f"{count:,.0f}", ends=("most rows", "fewest rows"))
+    return counted(sum(counts.values()), what) + shown
 
 
 # The loss that a run watches ------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, NonFinite
-from lean_ft.training.by_source import check_is_held_out, describe_rows, watched_loss
+from lean_ft.training.by_source import check_is_held_out, describe_held_out, watched_loss
 from lean_ft.training.checkpoint import check_can_save
 from lean_ft.training.checkpoints import Carried, Checkpoints, Place, Saved
 from lean_ft.training.commands import command_to_continue
@@ -198,7 +198,7 @@ class Run:
 
         self.ranks.on_rank_zero(record)
         if not start.is_complete:
-            log_start(self, describe_rows(cfg, data.report, data, self._held_out))
+            log_start(self, describe_held_out(self._held_out))
 
     def _finish_evaluations(self) -> None:
         """Run the tasks that an earlier start did not finish, and name an evaluation that the recipe did not repeat."""

@@ -160,6 +160,7 @@ CASES = {
     "output_dir": Case("other"),
     "resume": Case("IN/none", refused="no such folder"),
     "data.source": Case("IN/others.jsonl"),
+    "data.share_of": Case("all", "data.source=[{path: IN/rows.jsonl, share: 0.85}, IN/others.jsonl]", counts=("log",)),
     "data.format": Case("text", "data.columns={text: completion}"),
     "data.columns": Case("{prompt: completion}"),
     "data.subset": Case("part", refused="is a file"),
@@ -200,6 +201,7 @@ CASES = {
     "optimizer.stochastic_rounding": Case("true", "model.dtype=bfloat16"),
     "optimizer.weight_decay": Case("0.5"),
     "optimizer.eps": Case("0.1"),
+    "optimizer.ema": Case("0.5"),
     "optimizer.update_clipping": Case("true", "optimizer.betas=[0.9,0.95] optimizer.lr=1e-2 max_steps=4"),
     "optimizer.lr_ratios": Case("{mlp: 0.5}"),
     "schedule.name": Case("linear", "max_steps=3"),
@@ -377,6 +379,10 @@ OF_RECIPE: dict[str, Case | None] = {
         f"{recipe} memory.activation_offload": Case("true", "batch_size=256 model.dtype=bfloat16", GPU)
         for recipe in ("grpo", "online_dpo", "ppo")
     },
+    **{
+        f"{recipe} data.share_of": Case("trained", refused="prompts have none")
+        for recipe in ("grpo", "online_dpo", "ppo")
+    },
     "grpo batch_size": Case("2"),
     "grpo generation.num_answers": Case("4"),
     **{f"{recipe} data.max_prompt_length": Case("15") for recipe in ("grpo", "online_dpo", "ppo")},
@@ -408,6 +414,9 @@ OF_RECIPE: dict[str, Case | None] = {
     "evaluate data.shuffle": None,
     "evaluate data.batch_tokens": None,
     **{f"quantize {name}": None for name in ("batch_size", "data.shuffle", "data.batch_tokens", "data.packing")},
+    "quantize data.share_of": Case(
+        "all", "data.source=[{path: IN/rows.jsonl, share: 0.85}, IN/others.jsonl] data.validation_source=null"
+    ),
     "quantize data.source": Case("IN/others.jsonl", "data.validation_source=null"),
     "quantize group_size": Case("16", "kind=int4"),
     # Rounding to bfloat16 rarely changes a sampled token.

@@ -253,6 +253,11 @@ ITEMS = [
 ] + [
     ("data.source", "[{path: IN/rows.jsonl}]", "[{path: IN/others.jsonl}]"),
     (
+        "data.source",
+        "[{path: IN/rows.jsonl, share: 0.3}, IN/others.jsonl]",
+        "[{path: IN/rows.jsonl, share: 0.8}, IN/others.jsonl]",
+    ),
+    (
         "data.validation_source",
         "[IN/held_out.jsonl, {path: IN/rows.jsonl}]",
         "[IN/held_out.jsonl, {path: IN/rows.jsonl, name: x}]",
