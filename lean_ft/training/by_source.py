@@ -15,6 +15,7 @@ from lean_ft.training.metrics import Row, is_number
 
 MOST_SHOWN = 6  # sources in a line of the log, and panels of curves
 _LOWEST_SHOWN = 2  # of them in a line, if there are more sources
+_MOST_IN_TABLE = 3
 LOSS = "eval_loss"
 
 
@@ -28,12 +29,15 @@ def values_of(row: Row, metric: str) -> dict[str, float | None]:
 
 
 def in_brackets(
-    values: Mapping[str, float | None], shown: Callable[[float | None], str], first: str | None = None
+    values: Mapping[str, float | None],
+    shown: Callable[[float | None], str],
+    first: str | None = None,
+    ends: tuple[str, str] = ("highest", "lowest"),
 ) -> str:
     """Return ` (chats 1.9, maths 2.1)` for a number, or an empty string.
 
     Of many sources, those with the highest and the lowest values are shown, after the source `first`. A value that is
-    not finite counts as high.
+    not finite counts as high. ends: words for both.
     """
 
     def listed(names: Iterable[str]) -> str:
@@ -43,8 +47,8 @@ def in_brackets(
         return f" ({listed(values)})" if values else ""
     falling = sorted(values, key=lambda name: (values[name] is not None, -(values[name] or 0.0)))
     parts = [listed([first])] if first is not None and first in values else []
-    parts += [f"highest of {len(values)}: {listed(falling[: MOST_SHOWN - _LOWEST_SHOWN])}"]
-    parts += [f"lowest: {listed(falling[-_LOWEST_SHOWN:])}"]
+    parts += [f"{ends[0]} of {len(values)}: {listed(falling[: MOST_SHOWN - _LOWEST_SHOWN])}"]
+    parts += [f"{ends[1]}: {listed(falling[-_LOWEST_SHOWN:])}"]
     return f" ({'; '.join(parts)})"
 
 
@@ -56,7 +60,8 @@ def describe_held_out(held_out: object) -> str | None:
         counts, what = Counter[str](prompt.source for prompt in held_out), "prompts"
     else:
         return None
-    return counted(sum(counts.values()), what) + in_brackets(dict(counts), lambda number_of: f"{number_of:,.0f}")
+    shown = in_brackets(dict(counts), lambda count: f"{count:,.0f}", ends=("most rows", "fewest rows"))
+    return counted(sum(counts.values()), what) + shown
 
 
 # The loss that a run watches ------------------------------------------------------------------------------------------
@@ -140,5 +145,8 @@ def last_losses(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def shown_losses(losses: Mapping[str, float]) -> str:
-    """Return the losses of sources for a table: `chats 1.9, maths 2.1`."""
-    return in_brackets(losses, number)[2:-1]
+    """Return the losses of few sources for a table, `chats 1.9, maths 2.1`, or the highest one."""
+    if len(losses) <= _MOST_IN_TABLE:
+        return in_brackets(losses, number)[2:-1]
+    highest = max(losses, key=lambda name: losses[name])
+    return f"highest of {len(losses)}: {highest} {number(losses[highest])}"

@@ -49,7 +49,7 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_source_has_the_loss_of_its_rows_alone(tmp_path: Path, case: str) -> None:
     entries = written(tmp_path, CASES[case][0])
@@ -72,6 +72,7 @@ def stopping(folder: Path, held_out: str, *settings: str) -> list[dict[str, Any]
     return run_recipe("finetune", folder, *given, f"data.validation_source={held_out}", *settings)
 
 
+@pytest.mark.long
 def test_a_run_that_watches_a_source_resumes_bitwise(tmp_path: Path) -> None:
     held_out = f"[{', '.join(written(tmp_path, 'tiny/validation.jsonl').values())}]"
     whole = stopping(tmp_path / "whole", held_out)
