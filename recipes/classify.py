@@ -89,10 +89,11 @@ def main(cfg: Config) -> None:
     def evaluate(held_out: Iterable[TextBatch]) -> dict[str, Any]:
         statistics, num_texts = TokenStatistics(ranks), 0
         predictions = Predictions(len(names), device, ranks, tags=names if per_token else ())
-        for batch in held_out:
+        for batch in statistics.following(held_out):
             scores, losses, _ = scores_and_losses(batch := batch.to(device))
-            predictions.add(scores, batch.targets, batch.text_of)
+            is_right = predictions.add(scores, batch.targets, batch.text_of)
             statistics.add(loss=losses.sum())
+            statistics.by_source(loss=losses, accuracy=is_right)
             num_texts += batch.num_texts
         num_texts = ranks.total(num_texts)
         metrics, confusion = predictions.metrics(num_texts // ranks.num_sharing)

@@ -60,9 +60,10 @@ def main(cfg: Config) -> None:
     @evaluating(model)
     def evaluate(held_out: Iterable[PairBatch]) -> dict[str, Any]:
         tokens, pairs, num_targets, num_pairs = TokenStatistics(ranks), TokenStatistics(ranks), 0, 0
-        for batch in held_out:
+        for batch in pairs.following(held_out):
             losses, _ = losses_of(batch.to(device), tokens, pairs)
             pairs.add(loss=losses.sum())
+            pairs.by_source(loss=losses)
             num_targets, num_pairs = num_targets + batch.num_targets, num_pairs + batch.num_pairs
         num_targets, num_pairs = ranks.total(num_targets), ranks.total(num_pairs)
         return tokens.means(num_targets, "eval_") | pairs.means(num_pairs, "eval_")

@@ -16,6 +16,7 @@ from lean_ft.data import EvalBatches, prepare_batches
 from lean_ft.embedding.mteb_tasks import model_of_mteb, run_mteb_tasks, split_tasks
 from lean_ft.generation import open_model
 from lean_ft.generation.tasks import find_tasks, run_tasks
+from lean_ft.losses import TokenStatistics
 from lean_ft.models import Decoder
 from lean_ft.quantize.held_out_loss import mean_loss
 from lean_ft.settings import AskedModelConfig, Device, FilePath, Name, Settings, SFTDataConfig
@@ -25,6 +26,7 @@ from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training import answer_held_out
 from lean_ft.training.answers import AnswerReport, all_are_questions
+from lean_ft.training.by_source import in_brackets
 from lean_ft.training.kept_evaluations import ResultsFile
 
 
@@ -109,8 +111,12 @@ def ask_file(
     questions = EvalBatches(batches.layout, batches.report) if held_out is None else held_out
     found: dict[str, Any] = {}
     if cfg.loss:
-        found["loss"] = mean_loss(model, (batch.to(model.output_weight.device) for batch in questions))
-        say("loss", number(found["loss"]))
+        statistics, device = TokenStatistics(), model.output_weight.device
+        batches_there = (batch.to(device) for batch in statistics.following(questions))
+        found["loss"] = mean_loss(model, batches_there, statistics)
+        of_sources = {name.removeprefix("loss/"): mean.item() for name, mean in statistics.source_means().items()}
+        found |= {"loss_by_source": of_sources} if of_sources else {}
+        say("loss", number(found["loss"]) + in_brackets(of_sources, number))
     if cfg.loss and not all_are_questions(questions):
         return found, None
     report = answer_held_out(model, tokenizer, questions, cfg.limit or len(questions.layout), pattern=cfg.pattern)

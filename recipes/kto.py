@@ -68,10 +68,11 @@ def main(cfg: Config) -> None:
     @evaluating(model)
     def evaluate(held_out: Iterable[UnpairedBatch]) -> dict[str, Any]:
         tokens, statistics, num_targets = TokenStatistics(ranks), UnpairedStatistics(ranks), 0
-        for batch in held_out:
+        for batch in statistics.following(held_out):
             statistics.count(batch.is_desirable)
             losses, _ = losses_of(batch.to(device), tokens, statistics)
             statistics.add(loss=losses.sum())
+            statistics.by_source(loss=losses)
             num_targets += batch.num_targets
         statistics.total_counts()
         return tokens.means(ranks.total(num_targets), "eval_") | statistics.answer_means("eval_")

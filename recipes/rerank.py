@@ -83,10 +83,11 @@ def main(cfg: Config) -> None:
     @evaluating(model)
     def evaluate(held_out: Iterable[EmbeddingBatch]) -> dict[str, Any]:
         statistics, ranking, num_rows = TokenStatistics(ranks), RowRanking(ranks), 0
-        for batch in held_out:
+        for batch in statistics.following(held_out):
             scores, losses = scores_and_losses(batch := batch.to(device))
-            ranking.add(scores, batch.scores)
+            ranking.add(scores, batch.scores, batch.sources)
             statistics.add(loss=losses.sum())
+            statistics.by_source(loss=losses)
             num_rows += batch.num_rows
         return statistics.means(ranks.total(num_rows), "eval_") | ranking.metrics()
 

@@ -84,9 +84,10 @@ def main(cfg: Config) -> None:
     @evaluating(model)
     def evaluate(held_out: Iterable[PairBatch]) -> dict[str, Any]:
         pairs, num_pairs = TokenStatistics(ranks), 0
-        for batch in held_out:
+        for batch in pairs.following(held_out):
             losses, _ = losses_of(batch.to(device), pairs)
             pairs.add(loss=losses.sum())
+            pairs.by_source(loss=losses)
             num_pairs += batch.num_pairs
         return pairs.means(ranks.total(num_pairs), "eval_")
 

@@ -126,6 +126,7 @@ def stats(
     facts = statistics.gather_statistics(cfg.data, tokenizer)
     console = stdout()
     console.print(Text(escaped(f"{facts.report}\n")))
+    _print_sources(console, cfg, tokenizer)
     _print_histogram(console, statistics.histogram(facts.lengths))
     shares = [0.05, 0.5, 0.95, 0.99, 1.0]
     lengths = statistics.quantiles(facts.lengths, shares)
@@ -359,6 +360,45 @@ def _peaks(module: ModuleType, cfg: RecipeConfig, data: DataConfig, candidates: 
                 peak_bytes = rehearse(module, cfg.model_copy(update=changed), device).peak_bytes
                 peaks[length] = gibibytes(peak_bytes)
     return peaks
+
+
+def _print_sources(console: Console, cfg: Any, tokenizer: "Tokenizer") -> None:
+    """Print what an epoch uses of each source, if there are several, or weights. Prepares the data of the run."""
+    from lean_ft.data.mixing import SourceMix
+    from lean_ft.data.prepare import Preparation
+    from lean_ft.data.statistics import most_used_rows
+
+    mix = SourceMix.of(cfg.data, cfg.seed)
+    if mix.is_plain and len(mix.names) == 1:
+        return
+    uses, mixture = Preparation(cfg.data, tokenizer, cfg.batch_size, cfg.seed).uses()
+    assert mixture is not None
+    of_shares = (">target", ">off") if mix.shares else ()
+    of_labels = (">trained",) if any(use.trained for use in uses) else ()
+    print_table(
+        ("source", ">rows", ">used", ">tokens", *of_labels, ">part", *of_shares, ">epochs"),
+        [
+            (
+                use.name,
+                f"{use.num_rows:,}",
+                f"{use.rows:,}",
+                f"{use.tokens:,}",
+                *([f"{use.trained:,}"] if of_labels else ()),
+                f"{use.reached:.2%}",
+                *([f"{use.target:,}", f"{use.off:+,}"] if of_shares else ()),
+                f"{use.epochs:.2f}",
+            )
+            for use in uses
+        ],
+    )
+    console.print(Text(f"in an epoch of the run, after truncation; part: of the {uses[0].unit}\n"))
+    rows = list[tuple[str, str, str, str]]()
+    for i, use in enumerate(uses):
+        places = most_used_rows(cfg.data, tokenizer, mixture, i)
+        counts = sorted(use.times.items())
+        rows += [(use.name, f"{n:,}", f"{number:,}", places * (n == counts[-1][0])) for n, number in counts]
+    print_table(("source", ">times used", ">rows", "such as"), rows)
+    console.print()
 
 
 def _print_histogram(console: Console, bins: list[tuple[int, int | None, int]]) -> None:

@@ -55,12 +55,13 @@ def runs(
         key: [_shortened(as_text(run.settings.get(key, "-")), _SETTING_CHARACTERS) for run in curves] for key in keys
     }
     columns = {"run": [_shortened(run.name[::-1], _RUN_CHARACTERS)[::-1] for run in curves], **settings}
-    columns |= {_aligned(name): [result[name] for result in results] for name in results[0]}
+    names = dict.fromkeys(name for result in results for name in result)
+    columns |= {_aligned(name): [result.get(name, "-") for result in results] for name in names}
     if set(columns[">right"]) == {"-"}:
         del columns[">right"]
     most_values = sorted((key for key in settings if key != _LR), key=lambda key: -len(set(settings[key])))
-    results_first = ["run", "state", _LR, ">right", ">result", ">held-out", *most_values[:2], ">steps"]
-    results_first += [">best", ">peak", ">tokens/s"]
+    results_first = ["run", "state", _LR, ">right", ">result", ">held-out", ">held-out by source"]
+    results_first += [*most_values[:2], ">steps", ">best", ">peak", ">tokens/s"]
     shown, left = set(), width
     for name in [name for name in (*results_first, *most_values[2:]) if name in columns]:
         needed = 2 + max(map(len, [name.removeprefix(">"), *columns[name]]))

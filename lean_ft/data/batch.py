@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # processes that tokenize load this file, and not torch
     import torch
     from torch import Tensor
 
+    from lean_ft.data.by_source import BatchSources
+
 PADDED_TO_MULTIPLE_OF = 8
 OF_LAYOUT = ("positions", "cu_seqlens", "is_token", "prefixes", "num_prefix_tokens")
 """Arguments of the forward pass that say where texts are in the rows."""
@@ -53,6 +55,8 @@ class Batch:
     documents: np.ndarray | None = None
     """Document numbers in the prepared data, row after row; held-out documents follow the training documents. None if
     documents are cut or joined, or do not come from prepared data."""
+    sources: BatchSources | None = None
+    """Where rows and labels come from, if the batch is held out and its rows have several sources."""
 
     # Single arguments, for code that reads a batch.
     input_ids = _argument("input_ids")
@@ -130,7 +134,10 @@ class Batch:
         if self.labels_whole_rows:
             parts = {n: one.part_of_rows(place, number) for n, one in vars(self).items() if isinstance(one, Batch)}
             return replace(self, inputs=inputs, **parts)
-        return replace(self, inputs=inputs, labels=own(self.labels), num_tokens=num_rows * width)
+        sources = None
+        if self.sources is not None:
+            sources = self.sources.part_of_positions(lambda numbers: numbers[:, place * width : (place + 1) * width])
+        return replace(self, inputs=inputs, labels=own(self.labels), num_tokens=num_rows * width, sources=sources)
 
     def questions(self) -> Iterator[tuple[Document, list[int]]]:
         """Yield the prompt and the ids of the right completion of every sequence that has a trained stretch."""
@@ -156,9 +163,9 @@ class Batch:
         """Return a copy without labels, for a pass that only keeps ranks synchronized. Its tokens do not count in
         metrics."""
         no_token = {} if self.is_token is None else {"is_token": self.is_token.new_zeros(self.is_token.shape)}
-        return replace(
-            self, inputs=self.inputs | no_token, labels=self.labels.new_full(self.labels.shape, IGNORED), num_targets=0
-        )
+        labels = self.labels.new_full(self.labels.shape, IGNORED)
+        sources = None if self.sources is None else self.sources.without_targets()
+        return replace(self, inputs=self.inputs | no_token, labels=labels, num_targets=0, sources=sources)
 
 
 def rounded_up(lengths: np.ndarray) -> np.ndarray:

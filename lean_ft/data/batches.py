@@ -10,6 +10,7 @@ import numpy as np
 
 from lean_ft.data.arrangement import Arrangement, EpochPlan
 from lean_ft.data.batch import Batch, rounded_up
+from lean_ft.data.by_source import with_sources
 from lean_ft.data.collate import Placed, as_tensors, collate, counted_in
 from lean_ft.data.columns import Columns
 from lean_ft.data.objective import Objective
@@ -235,4 +236,7 @@ class EvalBatches:
     def __getitem__(self, i: int) -> Batch:
         if not 0 <= i < len(self):
             raise IndexError(i)
-        return self.layout.build(self._plan, i, 0)
+        batch = self.layout.build(self._plan, i, 0)
+        if self.layout.columns.sources is None:
+            return batch
+        return with_sources(batch, self.layout, Placed(self.layout.arrangement, self.layout.columns, self._plan[i]))

@@ -86,9 +86,14 @@ class Placed:
         """(K, ...) values of a column of tokens. Raises ValueError if the documents have no such column."""
         return self._of_all_tokens(name)[self.source]
 
+    @property
+    def label_index(self) -> np.ndarray:
+        """(N,) index of each label in the per-token columns."""
+        return self._next[self.is_target]
+
     def of_labels(self, name: str) -> np.ndarray:
         """(N, ...) values that a column of tokens has at the labels, which are the tokens that `index` predicts."""
-        return self._of_all_tokens(name)[self._next[self.is_target]]
+        return self._of_all_tokens(name)[self.label_index]
 
     def in_rows(self, name: str) -> np.ndarray:
         """(B, T, ...) values of a column of tokens in the rows of the batch; padding has `pad_id` or 0."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from lean_ft.data.by_source import SourceColumn
     from lean_ft.data.kinds import Kind
 
 OF_LOSS = ("trained", "num_targets", "row_values")  # columns that the model does not read
@@ -101,6 +102,8 @@ class Columns:
     """The id on padding. Other columns are 0 there."""
     kinds: tuple[Kind, ...] = ()
     """The kinds of columns that have one."""
+    sources: SourceColumn | None = None
+    """The sources of the stored documents, if they have several names."""
     first: int | None = None
     """Number of the first document in the prepared data: held-out documents follow the training documents. None for
     documents that are not prepared data."""

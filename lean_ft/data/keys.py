@@ -23,6 +23,7 @@ LIBRARIES = ("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pillow")
 NOT_IN_FINGERPRINT = {
     *("source", "validation_source", "num_processes", "cache_dir", "cache_gib", "chat_template"),
     "shared_prompt",  # `share_prompts` counts instead
+    "share_of",  # `SourceMix.identity` counts instead
 }
 # Settings added later count only if they differ from the default, so that older runs can be resumed.
 NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True, "chat_template_kwargs": {}}

@@ -81,6 +81,11 @@ class Objective:
         """Return the other batch fields, for subclasses with a `batch_type`."""
         return {}
 
+    def counted_documents(self, placed: Placed) -> np.ndarray:
+        """Return the document of each thing over which an evaluation averages the loss, such as pairs, if that is not
+        the labels of tokens: the first document of each row of data."""
+        return placed.documents[:: placed.sides]
+
     def is_of_file(self, fields: Set[str], format_name: str) -> bool:
         """Whether the rows of a file with these fields, or with the format that `data.format` names, are for this
         objective."""

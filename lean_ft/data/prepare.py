@@ -1,4 +1,4 @@
-"""Data preparation: read and tokenize sources, split off held-out rows, apply source weights, and build batches.
+"""Data preparation: read and tokenize sources, split off held-out rows, mix the sources, and build batches.
 
 Documents and packings are cached (`lean_ft.data.keys`). A chat template that writes the current date keeps the date of
 the first start, so a run resumed the next day sees the same rows.
@@ -8,7 +8,7 @@ files: it is read again at each start, and its documents are stored on disk for 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from lean_ft.data.arrangement import Arrangement, arrange
 from lean_ft.data.batch import Batch
 from lean_ft.data.batches import ArrangedDocuments, Batches, EvalBatches
+from lean_ft.data.by_source import SourceColumn
 from lean_ft.data.columns import Columns
 from lean_ft.data.documents import Parts, renderer_of
 from lean_ft.data.keys import (
@@ -31,6 +32,7 @@ from lean_ft.data.keys import (
 )
 from lean_ft.data.kinds import Kind
 from lean_ft.data.largest import largest_batch
+from lean_ft.data.mixing import MixedRows, SourceMix, SourceUse
 from lean_ft.data.near_duplicates import decided_by, note_held_out
 from lean_ft.data.objective import Objective, objective_of, own_files
 from lean_ft.data.packing import PACKING_VERSION, pack_documents
@@ -52,9 +54,9 @@ def prepare_batches(
 
     Batches have `batch_size` rows of data and the fields of the objective named by the class of `config`. Held-out rows
     come from `validation_source`, or are a `validation_fraction` of the source's rows, drawn with `seed` before
-    packing. Weights repeat or drop training rows, never held-out rows. Documents and packings are cached. With
-    `share_prompts`, the prompt of several sequences is computed once. Raises ValueError with the place for unreadable
-    files and rows, and if the settings require shared prompts and the recipe does not support them.
+    packing. Weights and shares repeat or drop training rows, never held-out rows. Documents and packings are cached.
+    With `share_prompts`, the prompt of several sequences is computed once. Raises ValueError with the place for
+    unreadable files and rows, and if the settings require shared prompts and the recipe does not support them.
     """
     preparation = Preparation(config, tokenizer, batch_size, seed, share_prompts)
     preparation.check()
@@ -70,6 +72,8 @@ class Prepared:
     content: SourceContent
     key: str | None
     """Key of the cache entry and, for a part, of the part; None if the entry is kept for this run only."""
+    mixture: MixedRows | None = None
+    """Of training rows: how often each is used; None for a single source whose rows are used once."""
 
     def select(self, rows: np.ndarray, report: DataReport, part: str) -> "Prepared":
         """Return the documents of `rows`, counted in `report`; `part` identifies the selection in the cache key."""
@@ -113,14 +117,14 @@ class Preparation:
         return cache_folder(self.config.cache_dir)
 
     @cached_property
-    def weights(self) -> list[float]:
+    def mix(self) -> SourceMix:
         """Of the training sources."""
-        return [source.weight for source in RowSources.of(self.config).sources]
+        return SourceMix.of(self.config, self.seed)
 
     @property
     def drawn_by(self) -> int | None:
         """The seed by which rows are drawn; None if no draw decides which rows are trained."""
-        return self.seed if self.config.validation_fraction or any(weight % 1 for weight in self.weights) else None
+        return self.seed if self.config.validation_fraction or self.mix.draws else None
 
     def check(self) -> None:
         """Raise ValueError for settings that the recipe or the model does not support."""
@@ -143,6 +147,7 @@ class Preparation:
         arrangements = [self.arranged(part) for part in parts]
         used = {key for prepared in (whole, *parts) for key in self.keys(prepared) if key is not None}
         limit_size(self.folder, self.config.cache_gib * 2**30, keep=used)
+        trained.report.sources = uses_of_sources(trained, arrangements[0])
         # Training and evaluation use one length of cu_seqlens, so that compiled code sees one shape.
         most = max(arrangement.most_in_a_row for arrangement in arrangements)
         first, num_in_all, layouts = 0, sum(len(part.documents) for part in parts), list[ArrangedDocuments]()
@@ -192,14 +197,15 @@ class Preparation:
         if key is not None and report.unreadable:  # the next start looks for the file again
             forget_entry(self.folder, key)
             key = None
+        columns = replace(columns, sources=SourceColumn.of(source, report.kept_by_source, len(self.config.sides)))
         return Prepared(columns, report, content or SourceContent(read.hexdigest(), read.contents()), key)
 
     def parts(self, whole: Prepared) -> tuple[Prepared, Prepared | None]:
-        """Return the training rows of the source's documents, by weight, and the held-out rows, if any."""
+        """Return the training rows of the source's documents, as often as an epoch uses them, and the held-out rows, if
+        any."""
         rows, held_out, validation_source = np.arange(whole.report.kept), None, self.config.validation_source
-        weighted = any(weight != 1 for weight in self.weights)
         fraction = validation_source is None and self.config.validation_fraction
-        part = hash_of(fraction, self.weights, self.drawn_by)
+        part = hash_of(fraction, *self.mix.identity, self.drawn_by)
         if validation_source is not None:
             held_out = self.documents(validation_source)
             note_held_out(whole.report, held_out.report)
@@ -207,13 +213,19 @@ class Preparation:
             rows, held_out_rows = _split(len(rows), fraction, self.seed)
             report = DataReport(whole.report.format, unit=whole.report.unit, rows=len(held_out_rows))
             held_out = whole.select(held_out_rows, report, f"{part} held out")
-        if weighted:
-            source_of = np.repeat(np.arange(len(whole.report.kept_by_source)), whole.report.kept_by_source)
-            rows = rows[weigh(source_of[rows], self.weights, self.seed)]
-            if not len(rows):
-                raise ValueError(f"the weights in data.source ({self.weights}) leave no row to train on. Raise them.")
-        is_whole = not weighted and len(rows) == whole.report.kept
-        return whole if is_whole else whole.select(rows, whole.report, part), held_out
+        if self.mix.is_plain and len(self.mix.names) == 1:
+            is_whole = len(rows) == whole.report.kept
+            return whole if is_whole else whole.select(rows, whole.report, part), held_out
+        tokens, trained = tokens_of_rows(whole, self.config)
+        mixture = self.mix.mixture(whole.report.kept_by_source, tokens, trained, rows)
+        is_whole = self.mix.is_plain and len(rows) == whole.report.kept
+        used = whole if is_whole else whole.select(rows[mixture.rows], whole.report, part)
+        return replace(used, mixture=mixture), held_out
+
+    def uses(self) -> tuple[list[SourceUse], MixedRows | None]:
+        """Return what an epoch uses of each source, and the rows; nothing for a single source that is used once."""
+        trained, _ = self.parts(self.documents(self.config.source))
+        return uses_of_sources(trained, self.arranged(trained)), trained.mixture
 
     def arranged(self, prepared: Prepared) -> Arrangement:
         """Arrange documents in rows. Report the packing's efficiency, what kinds of columns count, and texts beyond the
@@ -267,7 +279,7 @@ class Preparation:
         if self.config.packing in ("bfd", "bfd_split"):
             arrangement.append(PACKING_VERSION)
         of_documents = [content.digest for content in self._contents_of_documents(whole)]
-        draws = settings_of_batches(self.config), self.weights, self.drawn_by
+        draws = settings_of_batches(self.config), *self.mix.identity, self.drawn_by
         return hash_of(whole.content.digest, tokenizer_digest(self.tokenizer), *draws, *arrangement, *of_documents)
 
     def contents(self, whole: Prepared) -> Contents:
@@ -304,22 +316,28 @@ def _split(num_rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.nd
     return np.sort(shuffled[num_held_out:]), np.sort(shuffled[:num_held_out])
 
 
-def weigh(source_of: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
-    """Return sorted row indices, repeated according to the weight of each row's source.
+def tokens_of_rows(prepared: Prepared, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of each row of data, and those with a label, each (N,) int64.
 
-    source_of: (N,) source index of each row. Weight 2 uses every row twice; 0.5 uses a random half; 1.5 uses every row
-    once and a random half twice. `seed` determines the draw. A source with n rows contributes exactly `round(weight *
-    n)` rows.
+    Where documents are joined, the first token of a document has a label too, unless a packed row begins with it.
     """
-    counts = np.zeros(len(source_of), dtype=np.int64)
-    for source, weight in enumerate(weights):
-        rows = np.flatnonzero(source_of == source)
-        whole = int(weight)
-        counts[rows] = whole
-        num_more = round(weight * len(rows)) - whole * len(rows)
-        drawn = np.random.default_rng([seed, source]).permutation(len(rows))[:num_more]
-        counts[rows[drawn]] += 1
-    return np.repeat(np.arange(len(source_of)), counts)
+    columns, number = prepared.documents, prepared.report.kept
+    trained = columns.num_targets.astype(np.int64)
+    if config.packing == "wrapped":
+        trained += columns.values["trained"][columns.starts]
+    return columns.lengths.reshape(number, -1).sum(axis=1), trained.reshape(number, -1).sum(axis=1)
+
+
+def uses_of_sources(prepared: Prepared, arrangement: Arrangement) -> list[SourceUse]:
+    """Return what an epoch of these rows uses of each source."""
+    if prepared.mixture is None:
+        return []
+    if not arrangement.joined:
+        return prepared.mixture.uses()
+    trained = prepared.mixture.trained[prepared.mixture.rows]
+    documents, starts = row_starts(arrangement, prepared.documents)
+    np.subtract.at(trained, documents, prepared.documents.values["trained"][starts])
+    return prepared.mixture.uses(trained)
 
 
 # Arrangement in rows --------------------------------------------------------------------------------------------------
@@ -350,6 +368,12 @@ def report_packing(report: DataReport, arrangement: Arrangement, columns: Column
     report.packing_efficiency = (report.tokens - computed_once) / (len(arrangement) * arrangement.row_tokens)
     if arrangement.joined:
         # The previous document predicts a document's first token; nothing predicts a row's first token.
-        trained, begins = columns.values["trained"], arrangement.offsets[:-1]
-        row_starts = columns.starts[arrangement.documents[begins]] + arrangement.firsts[begins]
-        report.target_tokens += int(trained[columns.starts].sum()) - int(trained[row_starts].sum())
+        trained, (_, starts) = columns.values["trained"], row_starts(arrangement, columns)
+        report.target_tokens += int(trained[columns.starts].sum()) - int(trained[starts].sum())
+
+
+def row_starts(arrangement: Arrangement, columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+    """Return the document that each row begins with, and its first token in the per-token columns, (R,) each."""
+    begins = arrangement.offsets[:-1]
+    documents = arrangement.documents[begins]
+    return documents, columns.starts[documents] + arrangement.firsts[begins]

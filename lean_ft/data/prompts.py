@@ -28,12 +28,14 @@ from lean_ft.data.formats import (
 )
 from lean_ft.data.keys import contents_of_tokenizer, hash_of, tokenizer_digest
 from lean_ft.data.media import UNREAD_FIELDS, refuse_media
+from lean_ft.data.mixing import SourceMix
 from lean_ft.data.near_duplicates import decided_by, note_held_out
 from lean_ft.data.objective import Objective
 from lean_ft.data.parts import PART_FIELDS, kinds_of, units_read, units_shown, unread_part_keys, without_contents
 from lean_ft.data.report import DataReport
 from lean_ft.data.rows import Digest, NamedDigest, Row, names_of
 from lean_ft.settings import PromptDataConfig, PromptRowsConfig
+from lean_ft.settings.source_names import source_names
 from lean_ft.system.contents import UNRECORDED, Content, Contents
 from lean_ft.system.world import world
 from lean_ft.tokenizers import Passage, Tokenizer
@@ -55,6 +57,8 @@ class Prompt:
     """Location of the row for messages, such as `train.jsonl, line 12`."""
     document: Document | None = None
     """The ids with the columns of kinds; None in a run without kinds of columns."""
+    source: str | None = None
+    """The name of the row's source, if the rows have several."""
 
     @property
     def text(self) -> Document:
@@ -121,9 +125,10 @@ def prompt_rows(
 def _read_prompts(
     config: PromptDataConfig, tokenizer: Tokenizer, seed: int, tools: list[dict[str, Any]]
 ) -> tuple[Prompts, list[Prompt] | None]:
-    digest = NamedDigest()
-    rows = config.rows(tools)
+    digest, rows = NamedDigest(), config.rows(tools)
+    mix = SourceMix.of(rows, seed)
     (prompts, report), held_out = _read(renderer_of(rows, tokenizer), digest), None
+    kept = np.arange(len(prompts))
     if config.validation_source is not None:
         held_out, of_held_out = _read(renderer_of(rows, tokenizer, config.validation_source), digest)
         note_held_out(report, of_held_out)
@@ -131,20 +136,23 @@ def _read_prompts(
         count = max(1, round(len(prompts) * config.validation_fraction))
         drawn = set(np.random.default_rng(seed).permutation(len(prompts))[:count].tolist())
         held_out = [prompts[i] for i in sorted(drawn)]
-        prompts = [prompt for i, prompt in enumerate(prompts) if i not in drawn]
-    if not prompts:
+        kept = np.array([i for i in range(len(prompts)) if i not in drawn], dtype=np.int64)
+    if not len(kept):
         raise ValueError(
             f"no prompt of {config.source} is left: {report.nothing_left()}. Raise data.max_prompt_length."
         )
-    report.kept = len(prompts)
+    lengths = np.array([len(prompt.ids) for prompt in prompts], dtype=np.int64)
+    mixture = mix.mixture(report.kept_by_source, lengths, np.zeros_like(lengths), kept)
+    prompts = [prompts[i] for i in kept[mixture.rows]]
+    report.kept, report.sources = len(prompts), mixture.uses()
     settings = config.model_dump(mode="json", include={"columns", "max_prompt_length", "system", "separator", "chat"})
     settings |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
     settings |= {} if config.shuffle else {"shuffle": False}
     settings |= {"tools": tools} if tools else {}
     others = decided_by(rows)
-    fingerprint = hash_of(
-        digest.hexdigest(), tokenizer_digest(tokenizer), settings, config.validation_fraction, *others
-    )
+    settings |= {} if mix.is_plain else {"mix": [*mix.identity, seed]}
+    draws = settings, config.validation_fraction, *others
+    fingerprint = hash_of(digest.hexdigest(), tokenizer_digest(tokenizer), *draws)
     schemas = [(str(tool.get("function", tool).get("name")), hash_of(tool)) for tool in tools]
     of_tools = [Content(f"the schema of the tool {name}", schema) for name, schema in schemas]
     contents = Contents([*digest.contents(), *contents_of_tokenizer(tokenizer), *of_tools, *others])
@@ -158,6 +166,8 @@ def _read(render: Renderer, digest: Digest) -> tuple[list[Prompt], DataReport]:
     reader = render.reader
     assert isinstance(reader, PromptReader)
     report, prompts = render.empty_report(), list[Prompt]()
+    names = source_names(render.sources.source)
+    several = len({*names}) > 1
     for row in render.sources.rows(digest):
         documents, counts = render([row])
         report.add(counts)
@@ -165,7 +175,8 @@ def _read(render: Renderer, digest: Digest) -> tuple[list[Prompt], DataReport]:
         for one in documents:
             document = None if not one.kinds else replace(one, trained=np.zeros(len(one), dtype=bool))
             asked, columns = reader.read(row)
-            prompts.append(Prompt(one.ids.tolist(), without_contents(asked), columns, row.place, document))
+            source = names[row.source] if several else None
+            prompts.append(Prompt(one.ids.tolist(), without_contents(asked), columns, row.place, document, source))
     for kind in render.kinds:
         kind.check(report)
     return prompts, report

@@ -3,10 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from lean_ft.settings import DataConfig
 from lean_ft.system.units import counted
 from lean_ft.tokenizers import Passage
+
+if TYPE_CHECKING:
+    from lean_ft.data.mixing import SourceUse
 
 NUM_BAD_ROWS_SHOWN = 3
 ANSWERS = {
@@ -106,6 +110,8 @@ class DataReport:
     """Sequences longer than the model's context."""
     context_length: int | None = None
     """The model's context length in tokens, if any sequence exceeds it."""
+    sources: "list[SourceUse]" = field(default_factory=list)
+    """What an epoch uses of each source, if there are several, or weights."""
     packing: str | None = None
     """Packing method; None without packed rows."""
     packed_rows: int | None = None

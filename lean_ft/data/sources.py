@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -138,6 +138,19 @@ class RowSources:
         """The folders of the files, to which paths in rows are relative."""
         files = [file for one in self.sources for file in files_of(one) or ()]
         return [str(folder) for folder in dict.fromkeys(file.parent.resolve() for file in files)]
+
+
+def shown_names(sources: Sequence[DataSource]) -> list[str]:
+    """Return the name of each source for messages and tables: its path, with subset and split where paths repeat."""
+    paths = [source.path for source in sources]
+    names = [
+        source.path if paths.count(source.path) == 1 else f"{source.path} ({_selected(source)})" for source in sources
+    ]
+    number_of = Counter[str]()
+    for i, name in enumerate(names):
+        number_of[name] += 1
+        names[i] += f" [{number_of[name]}]" if number_of[name] > 1 else ""
+    return names
 
 
 def source_files(source: str) -> list[Path] | None:
@@ -274,5 +287,8 @@ def _rows_of_files(files: list[Path], digest: Digest | None) -> Iterator[Row]:
 
 
 def _name_of_dataset(source: DataSource) -> str:
-    subset = "" if source.subset is None else f"{source.subset}, "
-    return f"{source.path} ({subset}{source.split})"
+    return f"{source.path} ({_selected(source)})"
+
+
+def _selected(source: DataSource) -> str:
+    return ", ".join(filter(None, (source.subset, source.split)))

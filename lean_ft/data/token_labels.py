@@ -390,6 +390,10 @@ class TokenLabels(Objective):
     def full(self, document: Document) -> Document:
         return replace(document, per_token={**document.per_token, LABEL: np.zeros(len(document), dtype=np.float32)})
 
+    def counted_documents(self, placed: Placed) -> np.ndarray:
+        labels = placed.of_tokens(LABEL)
+        return placed.documents[placed.text[labels != IGNORED]]
+
     def row_fields(self, columns: Columns, placed: Placed) -> dict[str, Any]:
         num_labels = int((placed.of_tokens(LABEL) != IGNORED).sum())
         return {"num_texts": num_labels, "num_targets": num_labels}

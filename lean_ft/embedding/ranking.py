@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from lean_ft.data.by_source import BatchSources
 from lean_ft.system.shards import ALONE, Ranks
 
 Metrics = dict[str, float | None]
@@ -30,10 +31,23 @@ class _Rows:
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks, self._added = ranks, list[tuple[Tensor, ...]]()
+        self._names: tuple[str, ...] = ()  # of the sources of rows, if there are several
 
-    def _add(self, *values: Tensor) -> None:
-        """Keep tensors with one entry per row. A rank without rows adds tensors of 0 rows, for their shapes."""
+    def _add(self, *values: Tensor, sources: BatchSources | None = None) -> None:
+        """Keep tensors with one entry per row; the last one is the number of its source, if there are several. A rank
+        without rows adds tensors of 0 rows, for their shapes."""
+        if sources is not None:
+            self._names = sources.names
+            values = *values, torch.from_numpy(sources.of_rows).to(values[0].device)
         self._added.append(tuple(value.detach() for value in values))
+
+    def _by_source(self, metric: str, values: Tensor, sources: Sequence[Tensor]) -> Metrics:
+        """Return the mean of values (R,) over the rows of each source; sources: [(R,)], or [] without several."""
+        means = Metrics()
+        for number, name in enumerate(self._names if sources else ()):
+            if len(own := values[sources[0] == number]):
+                means[f"eval_{metric}/{name}"] = float(own.mean())
+        return means
 
     def _of_all_ranks(self) -> tuple[tuple[Tensor, ...], slice] | None:
         """The values of all ranks' rows, on every rank, and which rows are this rank's; None without rows."""
@@ -67,19 +81,19 @@ class Ranking(_Rows):
         self._recall_at, self._cutoff, self._chunk_rows = recall_at, cutoff, chunk_rows
 
     @torch.no_grad()
-    def add(self, vectors: Tensor, identities: Tensor) -> None:
+    def add(self, vectors: Tensor, identities: Tensor, sources: BatchSources | None = None) -> None:
         """vectors: (rows, S, D) of this rank's rows: query, own passage, negatives; identities: (rows, S) int64, equal
-        numbers for equal texts, also in other batches and on other ranks."""
-        self._add(normalize(vectors, dim=-1), identities)
+        numbers for equal texts, also in other batches and on other ranks; sources: of the rows."""
+        self._add(normalize(vectors, dim=-1), identities, sources=sources)
 
     @torch.no_grad()
     def metrics(self) -> Metrics:
-        """Return `eval_ndcg@10`, `eval_mrr@10`, `eval_recall@1` and `eval_recall@10`, means over queries; empty without
-        rows."""
+        """Return `eval_ndcg@10`, `eval_mrr@10`, `eval_recall@1` and `eval_recall@10`, means over queries, and the first
+        recall for the queries of each source among all passages; empty without rows."""
         gathered = self._of_all_ranks()
         if gathered is None:
             return {}
-        (vectors, ids), _ = gathered
+        (vectors, ids, *sources), _ = gathered
         query, queries = _different(ids[:, 0])  # (R,) in 0 to Q, and (Q,) in 0 to R
         passage, passages = _different(ids[:, 1:].flatten())
         pairs = torch.unique(torch.stack((query, passage.view(len(ids), -1)[:, 0]), 1), dim=0)  # (E, 2), by query
@@ -87,6 +101,7 @@ class Ranking(_Rows):
         num_right = pairs[:, 0].bincount(minlength=len(queries))
         best = (1 / _discounts(self._cutoff, vectors.device)).cumsum(0)  # DCG of 1, 2 ... right passages
         sums = torch.zeros(2 + len(self._recall_at), dtype=torch.float64, device=vectors.device)
+        of_queries = sums.new_zeros(len(queries))  # the first recall
         # Chunks of queries take turns between the ranks, and all pairs of a query are in one chunk.
         size, turn = self._ranks.size // self._ranks.num_sharing, self._ranks.rank // self._ranks.num_sharing
         for i, first in enumerate(range(0, len(queries), self._chunk_rows)):
@@ -103,9 +118,14 @@ class Ranking(_Rows):
             sums[1] += torch.where(foremost < self._cutoff, 1 / (foremost.double() + 1), 0.0).sum()
             for j, most in enumerate(self._recall_at):
                 sums[2 + j] += share[place < most].sum()
+            if sources:
+                of_queries += row.bincount(share * (place < self._recall_at[0]), minlength=len(queries))
         names = [f"ndcg@{self._cutoff}", f"mrr@{self._cutoff}", *(f"recall@{most}" for most in self._recall_at)]
         means = (self._ranks.sum(sums) / len(queries)).tolist()
-        return {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}
+        found: Metrics = {f"eval_{name}": mean for name, mean in zip(names, means, strict=True)}
+        if not sources:
+            return found
+        return found | self._by_source(names[2], self._ranks.sum(of_queries), [sources[0][queries]])
 
 
 def _different(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,13 +196,14 @@ class RowRanking(_Rows):
         self._cutoff = cutoff
 
     @torch.no_grad()
-    def add(self, scores: Tensor, labels: Tensor) -> None:
-        """scores, labels: (rows, S) of this rank's rows."""
-        self._add(scores, labels)
+    def add(self, scores: Tensor, labels: Tensor, sources: BatchSources | None = None) -> None:
+        """scores, labels: (rows, S) of this rank's rows; sources: of the rows."""
+        self._add(scores, labels, sources=sources)
 
     @torch.no_grad()
     def metrics(self) -> Metrics:
-        """Return `eval_accuracy@1`, `eval_mrr@10` and `eval_ndcg@10`, means over rows; empty without rows.
+        """Return `eval_accuracy@1`, `eval_mrr@10` and `eval_ndcg@10`, means over rows, and the first one for each
+        source; empty without rows.
 
         The passages with the highest label of a row are right for the first two; nDCG has the labels as gains, and 0
         for those below it.
@@ -190,7 +211,7 @@ class RowRanking(_Rows):
         gathered = self._of_all_ranks()
         if gathered is None:
             return {}
-        scores, labels = gathered[0]
+        scores, labels, *sources = gathered[0]
         has_order = (labels != labels[:, :1]).any(1)
         scores, labels = scores[has_order], labels[has_order].double()
         if not len(labels):
@@ -209,4 +230,6 @@ class RowRanking(_Rows):
             f"mrr@{self._cutoff}": torch.where(place < self._cutoff, 1 / (place.double() + 1), 0.0),
             f"ndcg@{self._cutoff}": torch.where(best > 0, gains / best, 0.0),
         }
-        return {f"eval_{name}": float(values.mean()) for name, values in means.items()}
+        sources = [source[has_order] for source in sources]
+        of_sources = self._by_source("accuracy@1", means["accuracy@1"], sources)
+        return {f"eval_{name}": float(values.mean()) for name, values in means.items()} | of_sources

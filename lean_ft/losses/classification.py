@@ -41,8 +41,11 @@ class Predictions:
         self._sums = torch.zeros(num_labels + 2, num_labels, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(self, scores: Tensor, targets: Tensor, text_of: Tensor | None = None) -> None:
-        """scores: (P, C); targets: as in `classification_losses`; text_of: (P,), the text of each label of a token."""
+    def add(self, scores: Tensor, targets: Tensor, text_of: Tensor | None = None) -> Tensor:
+        """Count predictions, and return whether each text has exactly the right labels, (P,) bool.
+
+        scores: (P, C); targets: as in `classification_losses`; text_of: (P,), the text of each label of a token.
+        """
         self._has_several = targets.dim() > 1
         if targets.dim() == 1 and targets.is_floating_point():
             targets = (targets > 0.5).long()
@@ -51,9 +54,11 @@ class Predictions:
         actual, predicted = targets > 0, scores > 0
         if targets.dim() == 1:
             actual, predicted = (one_hot(label, scores.shape[1]) for label in (targets, scores.argmax(1)))
-        self._num_right += (actual == predicted).all(1).sum()
+        is_right = (actual == predicted).all(1)
+        self._num_right += is_right.sum()
         actual, predicted = actual.double(), predicted.double()
         self._sums += torch.cat([actual.T @ predicted, actual.sum(0, True), predicted.sum(0, True)])
+        return is_right
 
     def metrics(self, num_texts: int) -> tuple[dict[str, float], list[list[int]] | list[list[list[int]]]]:
         """Return `eval_accuracy` and `eval_macro_f1`, and the confusion matrix. Call it on every rank. With entities,

@@ -95,6 +95,7 @@ def linear_cross_entropy(
     if cut is not None:
         needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         passes = cut.passes(len(labels), chunk_tokens, terms, compile, needs_gradient)
+    passes = passes if statistics is None else statistics.watched(passes)
     loss, sums = SumOfLosses.apply(
         hidden,
         weight,

@@ -172,11 +172,12 @@ def linear_distillation(
         for run_pass in passes:
             run_pass(*of_chunk)
 
+    of_chunks = Passes(work, chunk_tokens or max(len(labels), 1), beside)
     loss, sums = SumOfLosses.apply(
         hidden,
         weight,
         labels,
-        Passes(work, chunk_tokens or max(len(labels), 1), beside),
+        of_chunks if statistics is None else statistics.watched(of_chunks),
         sum_dtype(weight, accumulation_dtype),
         compute_dtype(weight),
         torch.is_grad_enabled(),

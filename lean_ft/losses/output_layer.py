@@ -68,7 +68,7 @@ def mean_losses(
     """
     statistics, num_targets, device = TokenStatistics(ranks), 0, model.output_weight.device
     with evaluating(model):
-        for batch in batches:
+        for batch in statistics.following(batches):
             add(batch.to(device), statistics)
             num_targets += batch.num_targets
     num_targets = ranks.total(num_targets)

@@ -77,3 +77,4 @@ def add_scores(statistics: TokenStatistics, scores: Tensor) -> None:
     margins = chosen - rejected
     sums = {"chosen": chosen, "rejected": rejected, "margins": margins, "accuracies": (margins.sign() + 1) / 2}
     statistics.add(**{f"rewards/{name}": value.sum() for name, value in sums.items()})
+    statistics.by_source(**{"rewards/accuracies": sums["accuracies"]})

@@ -160,6 +160,7 @@ class UnpairedStatistics(TokenStatistics):
         """Add P completions of this rank; arguments (P,)."""
         wins = (gained[:, None] - gained).sign()  # (P, P): row's completion against column's
         compared = is_desirable[:, None] & ~is_desirable
+        self._of_sources.add_pairs(compared, **{"rewards/accuracies": (wins + 1) / 2})
         self.add(
             **{
                 "rewards/chosen": (beta * gained * is_desirable).sum(),
@@ -177,14 +178,14 @@ class UnpairedStatistics(TokenStatistics):
         num_answers = self.num_desirable + self.num_undesirable
         counts = {"chosen": self.num_desirable, "rejected": self.num_undesirable, "accuracies": self.num_compared}
         means: dict[str, Tensor] = {}
-        for name, mean in self.means(1).items():
+        for name, mean in self._whole_means(1).items():
             count = counts.get(name.rpartition("/")[2], num_answers)
             if count:
                 means[prefix + name] = mean / count
         if self.num_desirable and self.num_undesirable:
             chosen, rejected = (means[f"{prefix}rewards/{side}"] for side in ("chosen", "rejected"))
             means[f"{prefix}rewards/margins"] = chosen - rejected
-        return means
+        return means | self.source_means(prefix)
 
 
 def answer_losses(

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from lean_ft.data import Prompt
+from lean_ft.data.by_source import means_by_source
 from lean_ft.data.columns import Document
 from lean_ft.generation import Completion, Sampling, sample, sample_numbers, stop_ids
 from lean_ft.models import Decoder
@@ -190,7 +191,9 @@ class Sampler:
         completions = self._completions(
             held_out, self._how(self._seed, self._generation.eval_temperature), self._episodes
         )
-        totals = [total for total in rewards(held_out, completions).totals if total is not None]
+        of_prompts = rewards(held_out, completions).totals
+        totals = [total for total in of_prompts if total is not None]
         lengths = [sum(one.sampled) if one.sampled else len(one.ids) for one in completions]
         metrics = {"eval_completion_length": sum(lengths) / len(completions)}
-        return metrics | ({"eval_reward": sum(totals) / len(totals)} if totals else {})
+        metrics |= {"eval_reward": sum(totals) / len(totals)} if totals else {}
+        return metrics | means_by_source("eval_reward", [prompt.source for prompt in held_out], of_prompts)

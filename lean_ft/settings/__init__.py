@@ -67,6 +67,7 @@ from lean_ft.settings.run import (
     models_of,
     recipe_name,
 )
+from lean_ft.settings.shares import shares_of
 
 __all__ = [
     "LOGGER_PACKAGES",
@@ -133,5 +134,6 @@ __all__ = [
     "ValueConfig",
     "models_of",
     "recipe_name",
+    "shares_of",
     "spelled_out",
 ]

@@ -147,6 +147,11 @@ CONFLICTS = [
         "stop_after_evals={recipe.stop_after_evals} compares evaluations, and with eval_every=0 there is only the "
         "last. Set eval_every (epoch evaluates after each epoch), or remove it.",
     ),
+    Conflict(
+        lambda recipe: recipe.watched_source is not None and not (recipe.stop_after_evals or recipe.keep_best),
+        "watched_source={recipe.watched_source} is used only with stop_after_evals or keep_best. Set one of them, or "
+        "remove watched_source.",
+    ),
     *(
         Conflict(
             lambda recipe, prompt_data, name=name: getattr(recipe, name),

@@ -8,12 +8,16 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
 from lean_ft.settings.base import FilePath, Fraction, Name, OwnFunction, Settings
+from lean_ft.settings.shares import TokenShare, shares_of
+from lean_ft.settings.source_names import SourceName
 from lean_ft.system.user_functions import check_function
 
 if TYPE_CHECKING:
@@ -56,10 +60,21 @@ class DataSource(Settings):
     weight: PositiveFloat = 1.0
     """How often an epoch uses each row of this source. 2 uses all rows twice; 0.5 uses half of them, chosen by the seed
     and the same in every epoch."""
+    share: TokenShare | None = None
+    """Part of an epoch's tokens that this source gives, above 0 and up to 1; data.share_of says which tokens count. The
+    shares of all sources add up to 1, and one source without a share gets the rest."""
     subset: Name | None = None
     """Same as data.subset, for this source only."""
     split: Name | None = None
     """Same as data.split, for this source only."""
+    name: SourceName | None = None
+    """Name of the source in evaluations, which show the held-out loss of each source. Sources with equal names count as
+    one. null: the end of the path."""
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Records of runs without shares and names are as before these existed."""
+        return {key: value for key, value in dump(self).items() if key not in ("share", "name") or value is not None}
 
 
 Sources = Name | list[Name | DataSource]
@@ -71,7 +86,9 @@ class RowsConfig(Settings):
     source: Sources
     """A JSONL, JSON, CSV, TSV, TXT or Parquet file (text files may be gzip or zstd), a glob pattern, or a Hugging Face
     dataset (org/name, or a folder written by save_to_disk). A list combines several: each a path or {path, format,
-    columns, weight, subset, split}."""
+    columns, weight, share, subset, split, name}."""
+    share_of: Literal["trained", "all"] = "trained"
+    """Which tokens the shares of sources count: those with a label (`trained`), or `all`."""
     format: FormatName = "auto"
     """How a row is read. `auto` decides from the fields of a source's first rows. `my_rows.py:convert` is your own
     function from a row to one of the formats."""
@@ -91,7 +108,7 @@ class RowsConfig(Settings):
     max_bad_rows: NonNegativeInt = 100
     """With `on_bad_row=skip`: maximum number of bad rows before the run stops."""
     validation_source: Sources | None = None
-    """Held-out rows for evaluation, given like `source`, without weights."""
+    """Held-out rows for evaluation, given like `source`, without weights and shares."""
     validation_fraction: Fraction = 0.0
     """Fraction of the rows to hold out for evaluation if validation_source is not set."""
     near_duplicates: Literal["keep", "drop"] = "keep"
@@ -144,23 +161,45 @@ class RowsConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> "RowsConfig":
+        sources = [self.source] if isinstance(self.source, str) else self.source
+        shares = shares_of([DataSource(path=source) if isinstance(source, str) else source for source in sources])
+        if shares is None and self.share_of != type(self).model_fields["share_of"].default:
+            raise ValueError(
+                f"share_of={self.share_of} is used only with shares, and no entry of source has a share. Give the "
+                "entries shares, such as source=[{path: a.jsonl, share: 0.7}, b.jsonl], or remove share_of."
+            )
+        return self
+
     @field_validator("validation_source")
     @classmethod
     def _has_no_weights(cls, sources: Sources | None) -> Sources | None:
-        if not isinstance(sources, str | None) and any(isinstance(s, DataSource) and s.weight != 1 for s in sources):
-            raise ValueError("held-out rows have no weight: an evaluation reads each row once. Remove weight.")
+        entries = [] if isinstance(sources, str | None) else [one for one in sources if isinstance(one, DataSource)]
+        weighted = "weight" if any(one.weight != 1 for one in entries) else None
+        if name := weighted or ("share" if any(one.share is not None for one in entries) else None):
+            raise ValueError(f"held-out rows have no {name}: an evaluation reads each row once. Remove {name}.")
         return sources
 
 
 class PromptDataConfig(RowsConfig):
     """Prompts to sample completions for, with the fields that rewards read."""
 
+    share_of: Literal["all"] = "all"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which tokens the shares of sources count: `all` of the prompts, which have no trained tokens."""
     max_prompt_length: PositiveInt = 512
     """Maximum prompt length in tokens. Rows with longer prompts are dropped and counted."""
     shared_prompt: Literal["auto"] | bool = "auto"
     """Compute a prompt once for all of its completions in a micro-batch, which follow it in one row and do not see each
     other. `auto` does so except with a recurrent state, attention within chunks, a router loss, or rotary scaling that
     depends on the text length within max_prompt_length + generation.max_new_tokens."""
+
+    @field_validator("share_of", mode="before")
+    @classmethod
+    def _counts_all(cls, share_of: object) -> object:
+        if share_of == "trained":
+            raise ValueError("share_of=trained counts tokens with a label, and prompts have none. Remove share_of.")
+        return share_of
 
     @model_validator(mode="after")
     def _has_no_format(self) -> "PromptDataConfig":

@@ -33,7 +33,7 @@ from lean_ft.settings.base import (
     Settings,
 )
 from lean_ft.settings.conflicts import check_conflicts
-from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
+from lean_ft.settings.data import DataConfig, PromptDataConfig, RowsConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
 from lean_ft.settings.losses import (
     DistillConfig,
@@ -45,6 +45,7 @@ from lean_ft.settings.losses import (
 )
 from lean_ft.settings.model import LoRAConfig, ModelConfig
 from lean_ft.settings.optimizer import OptimizerConfig, ScheduleConfig, UsualRates
+from lean_ft.settings.source_names import SourceName, check_watched
 from lean_ft.system.installation import install_command
 from lean_ft.system.user_functions import check_factory
 
@@ -109,6 +110,9 @@ class RecipeConfig(Settings):
     stop_after_evals: NonNegativeInt = 0
     """Early stopping: end the run after this many evaluations in a row without a new lowest held-out loss. 0 never
     stops early."""
+    watched_source: SourceName | None = None
+    """Name of a source of held-out rows, whose loss alone decides for stop_after_evals and keep_best. null: the loss
+    of all held-out rows."""
     eval_answers: NonNegativeInt = 0
     """Number of held-out questions that the model answers before and after training. An answer is right if it equals
     the held-out one. 0 asks none."""
@@ -167,6 +171,11 @@ class RecipeConfig(Settings):
     @model_validator(mode="after")
     def _has_no_conflicts(self) -> "RecipeConfig":
         check_conflicts(self)
+        return self
+
+    @model_validator(mode="after")
+    def _watches_a_source(self) -> "RecipeConfig":
+        check_watched(self.watched_source, self.group(RowsConfig))
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -286,11 +286,12 @@ class _Reader:
             # Validate JSON, because pydantic's strict mode then accepts text for a path and a list for a tuple.
             return self.config_class.model_validate_json(json.dumps(self.values), strict=True), []
         except ValidationError as error:
-            first_details: dict[str, Any] = {}
+            first_details, of_entries = dict[str, Any](), dict[str, dict[str, str]]()
             # Of the errors of a union's alternatives, take the first with a reason.
             for detail in error.errors(include_url=False):
                 key = self._owner([str(part) for part in detail["loc"]])
                 has_reason = "error" in detail.get("ctx", {})
+                of_entries[key] = _problem_of_entry(detail) | of_entries.get(key, {})
                 if key not in first_details or (has_reason and "error" not in first_details[key].get("ctx", {})):
                     first_details[key] = detail
         missing = []
@@ -303,11 +304,26 @@ class _Reader:
             elif setting is None or setting.group or reason is not None:  # from a validator of the recipe or a group
                 self.problems.append(f"{place}: {reason or detail['msg']}".removeprefix(": "))
             else:
-                hint = hint_for_value(setting, current, self.settings)
+                problems = "".join(of_entries[key].values())
+                hint = problems or hint_for_value(setting, current, self.settings)
                 self.problems.append(
                     f"{place}: expected {setting.type}, found {_shown(current)}.{hint}\n  {setting.description}"
                 )
         return None, missing
+
+
+def _problem_of_entry(detail: Mapping[str, Any]) -> dict[str, str]:
+    """What is wrong with a field of a list's entry, by the place of both; nothing for other errors."""
+    place = detail["loc"]
+    i = next((i for i, part in enumerate(place) if isinstance(part, int)), len(place))
+    if len(place) < i + 3:  # the number of the entry, the kind of the entry, its field
+        return {}
+    entry, field = f" Entry {place[i] + 1}", place[i + 2]
+    if detail["type"] in ("extra_forbidden", "missing"):
+        problem = f"{entry}: {'unknown' if detail['type'] == 'extra_forbidden' else 'missing'} field {field}."
+    else:
+        problem = f"{entry}: {field} is {_shown(detail['input'])}. {detail['msg']}."
+    return {f"{entry}, {field}": problem}
 
 
 # List items on the command line that begin with a wildcard or contain paired brackets. They are text, but YAML would

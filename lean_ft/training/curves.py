@@ -21,6 +21,7 @@ from lean_ft.system.run_directory import METRICS_FILE, RUN_FILE, read_rows, read
 from lean_ft.system.spelling import did_you_mean
 from lean_ft.system.units import GIB, gibibytes, number
 from lean_ft.system.whole_files import write_whole
+from lean_ft.training.by_source import last_losses, shown_losses, title_of, undrawn
 from lean_ft.training.loggers import as_text
 from lean_ft.training.metrics import EXACT_MATCH, HEADLINES, Row, has_diverged, is_number
 from lean_ft.training.state import RunState, state_of
@@ -92,11 +93,13 @@ class Curves:
             "tokens": tokens,
             "tokens_per_second": tokens / seconds if seconds else None,
             "peak_memory_bytes": max((row.get("peak_memory_bytes") or 0 for row in steps), default=0) or None,
+            **({"eval_loss_by_source": of_sources} if (of_sources := last_losses(self.rows)) else {}),
         }
 
     def results_as_text(self) -> dict[str, str]:
         """`results` by column of a table: the reward of a run that has rewards, and the loss of other runs."""
         results = self.results()
+        of_sources = results.get("eval_loss_by_source")
         is_online = results["reward"] is not None
         names = (
             ("reward", "eval_reward", "highest_eval_reward") if is_online else ("loss", "eval_loss", "lowest_eval_loss")
@@ -116,6 +119,7 @@ class Curves:
             "best": best,
             "peak": "-" if peak is None else gibibytes(peak),
             "tokens/s": "-" if speed is None else f"{speed:,.0f}",
+            **({"held-out by source": shown_losses(of_sources)} if of_sources else {}),
         }
 
 
@@ -227,6 +231,8 @@ def drawing_of(curves: list[Curves]) -> Drawing:
     metrics, side = _metrics(curves), max(3, round(_SIDE * max(run.rows[-1]["step"] for run in curves)))
     lines = {name: line for name in metrics if (line := _as_text(curves, name, metrics[name])) is not None}
     panels = [_panel(curves, name, title, side) for name, title in metrics.items() if name not in lines]
+    for whole, left in _undrawn(curves).items():
+        lines[whole] = f"{title_of(whole)}: {len(left)} more sources, with lower values, are in {METRICS_FILE}"
     means = f"mean of the {2 * side + 1} steps around each, of fewer near the ends"
     return Drawing(panels, list(lines.values()), means if any(panel.is_smoothed for panel in panels) else None)
 
@@ -332,8 +338,14 @@ def _metrics(curves: list[Curves]) -> dict[str, str]:
     alone = [name for name in logged if not (name.startswith("eval_") and name[5:] in logged)]
     titles_of_known = HEADLINES | _TITLES | _LAST
     order = [*HEADLINES, *sorted(set(alone) - titles_of_known.keys() - {*_COUNTS, *COUNTS}), *_LAST]
-    titles = {name: titles_of_known.get(name, name.replace("eval_", "held-out ").replace("_", " ")) for name in order}
-    return {name: title for name, title in titles.items() if name in alone}
+    titles = {name: titles_of_known.get(name, title_of(name, logged)) for name in order}
+    left = {name for some in _undrawn(curves).values() for name in some}
+    return {name: title for name, title in titles.items() if name in alone and name not in left}
+
+
+def _undrawn(curves: list[Curves]) -> dict[str, list[str]]:
+    rows = [row for run in curves for row in run.rows]
+    return undrawn({name for row in rows for name in row}, rows)
 
 
 def _as_text(curves: list[Curves], metric: str, title: str) -> str | None:

@@ -1,5 +1,6 @@
 """What a run evaluates besides its loop's held-out loss, and what it says about evaluations."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import nn
@@ -13,6 +14,7 @@ from lean_ft.system.shards import Ranks
 from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import AnswerReport, check_questions
+from lean_ft.training.by_source import in_brackets, values_of
 from lean_ft.training.length import Length
 from lean_ft.training.metrics import EXACT_MATCH, Row
 from lean_ft.training.starting import Start
@@ -64,18 +66,33 @@ def describe_evaluation(cfg: RecipeConfig, row: Row) -> str:
     if "eval_completion_length" in row:
         reward = row.get("eval_reward")
         text = "no held-out completion got a reward" if reward is None else f"held-out reward {number(reward)}"
+        text += in_brackets(values_of(row, "eval_reward"), number)
         text += f", completion length {number(row['eval_completion_length'])}"
     elif row["eval_loss"] is not None or "eval_loss" in row.get("non_finite", {}):
         text = f"held-out loss {number(row['eval_loss'])}"
-    right = row.get("eval_accuracy", row.get("eval_rewards/accuracies"))
+        text += in_brackets(values_of(row, "eval_loss"), number, cfg.watched_source)
+    name = "eval_accuracy" if "eval_accuracy" in row else "eval_rewards/accuracies"
+    right = row.get(name)
     data = cfg.group(DataConfig)  # None: on sampled completions
     objective = None if data is None else objective_of(data)
     if right is not None:
         judged = "" if objective is None else f" of {objective.judged or objective.unit}"
-        text += f", {right:.1%}{judged} right"
+        text += (
+            f", {right:.1%}{judged} right{in_brackets(values_of(row, name), _format_in('{:.1%}'), cfg.watched_source)}"
+        )
     formats = {} if objective is None else objective.shown_metrics
-    shown = [words.format(row[name]) for name, words in formats.items() if row.get(name) is not None]
+    shown = [
+        words.format(row[name]) + in_brackets(values_of(row, name), _format_in(words), cfg.watched_source)
+        for name, words in formats.items()
+        if row.get(name) is not None
+    ]
     return ", ".join([text, *shown])
+
+
+def _format_in(words: str) -> Callable[[float | None], str]:
+    """The format of the number in words such as `{:.1%} among 10`."""
+    form = words[words.index("{") : words.index("}") + 1]
+    return lambda value: "not finite" if value is None else form.format(value)
 
 
 def answers_line(report: AnswerReport, pattern: str | None) -> Row:

@@ -17,7 +17,7 @@ class Length:
     cfg: RecipeConfig
     batches_per_epoch: int
     eval_losses: dict[int, float | None] = field(default_factory=dict)
-    """Held-out losses by step; None for a loss that is not finite, or without a held-out target."""
+    """Watched held-out losses by step; None for a loss that is not finite, or without a held-out target."""
 
     def __post_init__(self) -> None:
         self.steps_per_epoch = math.ceil(self.batches_per_epoch / self.cfg.gradient_accumulation_steps)
@@ -54,8 +54,9 @@ class Length:
         if not self.stops_early:
             return f"{counted(self.total_steps, 'steps')} done, limited by {self.limits}"
         step = next(step for step, loss in self.eval_losses.items() if loss == self._lowest_eval_loss)
+        of_source = f" of {self.cfg.watched_source}" if self.cfg.watched_source is not None else ""
         return (
-            f"stopped early, after step {done_steps}: the held-out loss has not been below "
+            f"stopped early, after step {done_steps}: the held-out loss{of_source} has not been below "
             f"{number(self._lowest_eval_loss)} since step {step} (stop_after_evals={self.cfg.stop_after_evals})"
         )
 

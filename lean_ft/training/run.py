@@ -46,6 +46,7 @@ from lean_ft.system.world import world
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.answers import say_answers
 from lean_ft.training.bad_steps import BadSteps, NonFinite
+from lean_ft.training.by_source import check_is_held_out, describe_rows, watched_loss
 from lean_ft.training.checkpoint import check_can_save
 from lean_ft.training.checkpoints import Carried, Checkpoints, Place, Saved
 from lean_ft.training.commands import command_to_continue
@@ -134,6 +135,7 @@ class Run:
         """Check what the run needs, lock its directory, and begin."""
         check_can_save(self.model)
         check_evaluations(self.cfg, self.model, self.ranks, has_held_out=self._held_out is not None)
+        check_is_held_out(self.cfg, self._held_out)
         self.ranks.check_same(facts_that_ranks_share(self.cfg, self.batches))
         self._lock = lock_directory(self.directory, self.ranks)
         try:
@@ -196,7 +198,7 @@ class Run:
 
         self.ranks.on_rank_zero(record)
         if not start.is_complete:
-            log_start(self)
+            log_start(self, describe_rows(cfg, data.report, data, self._held_out))
 
     def _finish_evaluations(self) -> None:
         """Run the tasks that an earlier start did not finish, and name an evaluation that the recipe did not repeat."""
@@ -381,7 +383,7 @@ class Run:
         self._flush()
         row = self._metrics.write_line(self._step, {"eval_loss": eval_loss, **more})
         self._results.note(row)
-        self.length.eval_losses[self._step] = row["eval_loss"]
+        self.length.eval_losses[self._step] = watched_loss(self.cfg, row)
         when = f"after step {self._step}" if self._step else "before training"
         say("evaluation", f"{when}: {describe_evaluation(self.cfg, row)}")
 

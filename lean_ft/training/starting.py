@@ -52,6 +52,7 @@ from lean_ft.system.run_directory import (
 )
 from lean_ft.system.units import counted
 from lean_ft.tokenizers import Tokenizer
+from lean_ft.training.by_source import watched_metric
 from lean_ft.training.length import Length
 from lean_ft.training.metrics import Row, is_number
 from lean_ft.training.records import DirectoryLock, Settings, locks, record_leaving, settings_of
@@ -61,7 +62,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 RecipeT = TypeVar("RecipeT", bound=RecipeConfig)
 
 # Settings that a resumed run may change: how long it lasts, where it runs, how often it writes, how data is prepared.
-FREE = {"max_steps", "epochs", "stop_after_evals", "output_dir", "resume", "plan"}
+FREE = {"max_steps", "epochs", "stop_after_evals", "watched_source", "output_dir", "resume", "plan"}
 FREE |= {"save_every", "save_async", "keep_last", "keep_every", "keep_best", "log_every", "max_bad_steps"}
 FREE |= {"eval_every", "eval_answers", "eval_pattern", "eval_tasks", "eval_tasks_every", "eval_tasks_limit"}
 FREE |= {"profile", "profile_steps", "data.num_processes", "data.cache_dir", "data.cache_gib"}
@@ -95,6 +96,8 @@ class Start:
     """The run's own lines of metrics.jsonl, up to the checkpoint."""
     changes: list[str] = field(default_factory=list)
     """The settings that changed since the checkpoint, of those that may change with a log line."""
+    watched: str = "eval_loss"
+    """The metric that decides for `stop_after_evals` and `keep_best`."""
 
     @property
     def step(self) -> int:
@@ -102,8 +105,8 @@ class Start:
 
     @property
     def eval_losses(self) -> dict[int, float | None]:
-        """The held-out losses in `rows` by step."""
-        losses = {row["step"]: row["eval_loss"] for row in self.rows if "eval_loss" in row}
+        """The watched held-out losses in `rows` by step."""
+        losses = {row["step"]: row[self.watched] for row in self.rows if self.watched in row}
         return {step: loss for step, loss in losses.items() if loss is None or is_number(loss)}
 
 
@@ -133,7 +136,14 @@ def decide_start(
     if refused:
         hint = _hint(cfg, before, refused)
         raise ValueError(_refusal(f"{folder} was written with other settings", [*refused.values()]) + hint)
-    start = Start(folder, earlier.state, is_own, rows=earlier.rows, changes=[*logged.values()])
+    start = Start(
+        folder,
+        earlier.state,
+        is_own,
+        rows=earlier.rows,
+        changes=[*logged.values()],
+        watched=watched_metric(cfg),
+    )
     is_complete, limits = cfg.max_steps is not None and cfg.max_steps <= start.step, "max_steps"
     if length is not None and data is not None:
         _compare_content(start, now, data, base_fingerprint)

@@ -48,8 +48,9 @@ FAR = 100  # a rate that many times above or below the usual one is likely a sli
 SMALL_MODEL = 5e8  # parameters; smaller models take higher rates
 
 
-def log_start(run: "Run") -> None:
-    """Log a line each about ranks, model, data, optimizer, memory settings, steps and output."""
+def log_start(run: "Run", sources: str | None = None) -> None:
+    """Log a line each about ranks, model, data, optimizer, memory settings, steps and output; sources: what is said
+    about several sources of rows."""
     cfg = run.cfg
     if run.ranks.size > 1:
         say("ranks", _describe_ranks(run))
@@ -63,6 +64,10 @@ def log_start(run: "Run") -> None:
         if any_in_blocks(run.model, dtype, capability):
             _warn_of_one_row(cfg.group(DataConfig), cfg.batch_size)
     say("data", str(run.batches.report))
+    for use in run.batches.report.sources:
+        say("source", str(use))
+    if sources is not None:
+        say("sources", sources)
     if (optimizer := cfg.group(OptimizerConfig)) is not None:
         _log_optimizer(run, optimizer)
     if (memory := cfg.group(MemoryConfig)) is not None:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from lean_ft.data import prepare_batches
 from lean_ft.hub.paths import resolve_model_path
-from lean_ft.settings import PreferenceDataConfig, UnpairedDataConfig
+from lean_ft.settings import PreferenceDataConfig, SFTDataConfig, UnpairedDataConfig
 from lean_ft.tokenizers import load_tokenizer
 
 
@@ -83,6 +83,36 @@ def test_stats(leanft, run, tmp_path):
     beyond = "beyond the model's context of 512"
     assert [line.split("%")[-1].strip() for line in table] == ["", "as set", "", *[beyond] * 6]
     assert all(line == line.rstrip() for line in answer.out.splitlines())
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_stats_of_a_mixture(leanft, run, tmp_path, share):
+    others = [{"prompt": "q", "completion": "word " * (i % 9 + 1)} for i in range(40)]
+    (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    entry = "share: 0.7" if share else "weight: 2"
+    run[2] = f"data.source=[{{path: {tmp_path}/others.jsonl, {entry}}}, {tmp_path}/rows.jsonl]"
+    answer = leanft.quiet("data", "stats", *run)
+    entry = {"share": 0.7} if share else {"weight": 2}
+    source = [{"path": f"{tmp_path}/others.jsonl", **entry}, f"{tmp_path}/rows.jsonl"]
+    config = SFTDataConfig.model_validate({"source": source, "max_length": 300})
+    uses = prepare_batches(config, load_tokenizer(run[1].partition("=")[2]), 2, 0)[0].report.sources
+    header, *table = [line for line in answer.out.splitlines() if re.match(rf"source +rows|{tmp_path}\S+ .*%", line)]
+    assert bool(re.search("target +off", header)) == share and header.endswith("  epochs")
+    for use, line in zip(uses, table, strict=True):
+        off = [f"{use.target:,}", f"{use.off:+,}"] if share else []
+        rows = [f"{use.num_rows:,}", f"{use.rows:,}", f"{use.tokens:,}", f"{use.trained:,}"]
+        assert line.split() == [use.name, *rows, f"{use.reached:.2%}", *off, f"{use.epochs:.2f}"]
+    times = [
+        line.split()[:3]
+        for line in answer.out.splitlines()
+        if re.fullmatch(rf"{tmp_path}\S+ +\d+ +\d+( +line .*)?", line)
+    ]
+    assert times == [[use.name, str(n), str(number)] for use in uses for n, number in sorted(use.times.items())]
+    # The log of a run says the same.
+    log = leanft("run", *run, "model.random_init=true", "max_steps=1", "plan=false", f"output_dir={tmp_path}/run").out
+    assert [line.removeprefix("source").strip() for line in log.splitlines() if line.startswith("source")] == [
+        str(use) for use in uses
+    ]
 
 
 @pytest.mark.long

@@ -31,13 +31,22 @@ TEXTS = ("data.source=tiny/validation.jsonl", "data.max_length=64", "optimizer.l
 SETTINGS = (*TINY, *TWO_MICRO_BATCHES, *TEXTS)
 RECOMPUTED = ("memory.activation_checkpointing=full", "data.packing=bfd")
 FLOAT16 = ("model.dtype=float16", "data.validation_fraction=0.1", "eval_every=2", "eval_answers=2")
+SHARES = (
+    "data.source=[{path: tiny/validation.jsonl, split: 'train[:9]', share: 0.7}, "
+    "{path: tiny/train.jsonl, split: 'train[:20]'}]"
+)
 # With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
 SAME_BITS = supported(
     {
         "random, recomputed": ("model.random_init=true", "save_async=true", "save_every=1", *RECOMPUTED),
-        "8 bits in backward": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16"),
-        "adapter and new rows": ("lora.rank=4", 'model.new_tokens=["e s"," of th"]', "data.shuffle=false"),
+        "8 bits in backward": (
+            *("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16", "optimizer.ema=0.9"),
+        ),
+        "adapter and new rows": (
+            *("lora.rank=4", 'model.new_tokens=["e s"," of th"]', "data.shuffle=false", "optimizer.ema=0.9"),
+        ),
         "float16, evaluated": FLOAT16,
+        "shares": (SHARES, "data.packing=bfd"),
         "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
         "4-bit base": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),
         "experts in nf4": ("model.path=MIXTURE", "lora.rank=4", "lora.quantize=nf4", "optimizer.in_backward=true"),

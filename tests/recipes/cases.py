@@ -148,6 +148,12 @@ OF_ALL_ROWS = (
     Equal(("data.packing=none",), 1e-5, NORM),
     Equal((*THREE, "compile=true"), 1e-4, NORM),
 )
+# About 20 rows per epoch, of which the first source's repeat.
+SHARES, PROMPT_SHARES = (
+    f"data.source=[{{path: tiny/{name}_validation.jsonl, split: 'train[:5]', share: 0.6}}, "
+    f"{{path: tiny/{name}_train.jsonl, split: 'train[:15]'}}]"
+    for name in ("pairs", "problems")
+)
 RUNS: dict[str, list[Run]] = {
     "full_finetune_single_device": [
         Run(
@@ -175,6 +181,7 @@ RUNS: dict[str, list[Run]] = {
         Run((*OFF, "max_steps=4"), stops=(2,), first_loss=LN_2),
         Run(ALL_PAIRS, equals=(Equal((BFD,), 1e-4),)),
         Run(CACHED, stops=(3,), first_loss=LN_2),
+        Run((*CACHED, SHARES), stops=(3,), first_loss=LN_2),
         Run((*SECOND, PADDING_FREE), stops=(3,), first_loss=LN_2),
         Run((*CACHED, *LORA, BFD), stops=(3,), first_loss=LN_2),
         Run((*OFF, BFLOAT16, BFD, "memory.tile_mlp=3", "max_steps=2"), first_loss=LN_2),
@@ -252,6 +259,7 @@ RUNS: dict[str, list[Run]] = {
     "grpo": [
         Run(STATEFUL, stops=(3, 1, 4)),
         Run((*STATEFUL, "max_steps=7"), stops=(6,)),
+        Run((*STATEFUL, PROMPT_SHARES), stops=(3,)),
         Run((*STATEFUL, "generation.compile=true"), stops=(3,)),
         *(Run((f"loss.name={loss}", "max_steps=2"), equals=OF_POLICY) for loss in ("dapo", "grpo")),
     ],

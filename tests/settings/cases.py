@@ -131,6 +131,12 @@ CASES = {
     "train": Case("[mlp]"),
     "eval_every": Case("1"),
     "stop_after_evals": Case("1", "eval_every=1 max_steps=3 optimizer.lr=0"),
+    "watched_source": Case(
+        "second",
+        "data.validation_source=[IN/held_out.jsonl, {path: IN/rows.jsonl, name: second}] eval_every=1 "
+        "stop_after_evals=1 max_steps=3 optimizer.lr=0",
+        counts=("log",),
+    ),
     "eval_answers": Case("2", counts=("log",)),
     "eval_pattern": Case("()", "eval_answers=2", counts=("log",)),
     "eval_tasks": Case("[IN/task.yaml]"),
@@ -154,6 +160,7 @@ CASES = {
     "output_dir": Case("other"),
     "resume": Case("IN/none", refused="no such folder"),
     "data.source": Case("IN/others.jsonl"),
+    "data.share_of": Case("all", "data.source=[{path: IN/rows.jsonl, share: 0.85}, IN/others.jsonl]", counts=("log",)),
     "data.format": Case("text", "data.columns={text: completion}"),
     "data.columns": Case("{prompt: completion}"),
     "data.subset": Case("part", refused="is a file"),
@@ -195,6 +202,7 @@ CASES = {
     "optimizer.stochastic_rounding": Case("true", "model.dtype=bfloat16"),
     "optimizer.weight_decay": Case("0.5"),
     "optimizer.eps": Case("0.1"),
+    "optimizer.ema": Case("0.5"),
     "optimizer.update_clipping": Case("true", "optimizer.betas=[0.9,0.95] optimizer.lr=1e-2 max_steps=4"),
     "optimizer.lr_ratios": Case("{mlp: 0.5}"),
     "schedule.name": Case("linear", "max_steps=3"),
@@ -356,6 +364,10 @@ OF_RECIPE: dict[str, Case | None] = {
     },
     **{f"{recipe} data.image_tokens": Case("4", refused="needs images. Set model.images") for recipe in DERIVED},
     "rerank data.scored": Case("false", JUDGED),
+    **{
+        f"{recipe} watched_source": Case("second", refused="is used only with stop_after_evals or keep_best")
+        for recipe in ONLINE_RECIPES
+    },
     "rerank data.truncation_side": Case("left", refused="cuts the end of the passage"),
     **{
         f"rerank data.{name}": Case("Note: ", refused="Write it in data.template")
@@ -366,6 +378,10 @@ OF_RECIPE: dict[str, Case | None] = {
     # In float32, a plan traces the attention of each row.
     **{
         f"{recipe} memory.activation_offload": Case("true", "batch_size=256 model.dtype=bfloat16", GPU)
+        for recipe in ("grpo", "online_dpo", "ppo")
+    },
+    **{
+        f"{recipe} data.share_of": Case("trained", refused="prompts have none")
         for recipe in ("grpo", "online_dpo", "ppo")
     },
     "grpo batch_size": Case("2"),
@@ -399,6 +415,9 @@ OF_RECIPE: dict[str, Case | None] = {
     "evaluate data.shuffle": None,
     "evaluate data.batch_tokens": None,
     **{f"quantize {name}": None for name in ("batch_size", "data.shuffle", "data.batch_tokens", "data.packing")},
+    "quantize data.share_of": Case(
+        "all", "data.source=[{path: IN/rows.jsonl, share: 0.85}, IN/others.jsonl] data.validation_source=null"
+    ),
     "quantize data.source": Case("IN/others.jsonl", "data.validation_source=null"),
     "quantize group_size": Case("16", "kind=int4"),
     # Rounding to bfloat16 rarely changes a sampled token.

@@ -36,6 +36,7 @@ REFUSED = [
     ("finetune", "keep_best=2 save_every=1", "keep_last=null keeps all"),
     ("finetune", "keep_best=2 keep_last=1 save_every=3 eval_every=2", "some would have none"),
     ("finetune", "stop_after_evals=2", "stop_after_evals=2 compares evaluations"),
+    ("finetune", "watched_source=chats", "is used only with stop_after_evals or keep_best"),
     ("grpo", "keep_best=1 keep_last=1 save_every=1 eval_every=1", "keep_best=1 compares held-out losses"),
     ("ppo", "stop_after_evals=1 eval_every=1", "stop_after_evals=1 compares held-out losses"),
     ("online_dpo", "eval_answers=2", "evaluates the rewards of sampled completions"),

@@ -252,6 +252,16 @@ ITEMS = [
     for field in ("weight: 2", "format: text", "columns: {prompt: completion}", "subset: a", "split: 'train[:50%]'")
 ] + [
     ("data.source", "[{path: IN/rows.jsonl}]", "[{path: IN/others.jsonl}]"),
+    (
+        "data.source",
+        "[{path: IN/rows.jsonl, share: 0.3}, IN/others.jsonl]",
+        "[{path: IN/rows.jsonl, share: 0.8}, IN/others.jsonl]",
+    ),
+    (
+        "data.validation_source",
+        "[IN/held_out.jsonl, {path: IN/rows.jsonl}]",
+        "[IN/held_out.jsonl, {path: IN/rows.jsonl, name: x}]",
+    ),
     ("rewards", "[{function: IN/rewards.py:score}]", "[{function: IN/rewards.py:score, weight: 2}]"),
     ("rewards", "[{function: IN/rewards.py:score}]", "[{function: IN/rewards.py:constant}]"),
     ("rewards", "[{function: IN/rewards.py:score}]", "[{model: IN/none}]"),

@@ -280,7 +280,11 @@ def test_an_unknown_key_names_a_valid_one(override, nearest):
         ("optimizer.betas=[0.9, 1]", "list of 2, each number >= 0 and < 1", "[0.9, 1]"),
         ("clip_grad_norm=0", "number > 0 or null", "0"),
         ("model.path=null", "text", "null"),
-        ("data.source={a: b}", "text or list of text or {path, format, columns, weight, subset, split}", '{"a": "b"}'),
+        (
+            "data.source={a: b}",
+            "text or list of text or {path, format, columns, weight, share, subset, split}",
+            '{"a": "b"}',
+        ),
         ("data.columns=prompt", "mapping of text to text", "'prompt'"),
         ("freeze=null", "list of text", "null"),
         ("log.to=wandbb", "list of jsonl | csv | tensorboard | wandb | mlflow | trackio | swanlab", '["wandbb"]'),
