@@ -111,6 +111,10 @@ def merge_folders(
     models: Sequence[str | Path], output: Path, formula: Formula, settings: MergeSettings, force: bool
 ) -> Merged:
     """Write the merged model of the folders, as `merge_models` describes."""
+    if settings.rank is not None:
+        raise ValueError("--rank is only used for adapters, and these are whole models. Remove it.")
+    if settings.base is not None and not formula.method.has_task_vectors:
+        raise ValueError(f"--base is not used with --method {formula.name}. Remove it, or choose ties or dare.")
     max_shard_bytes = parse_bytes(settings.max_shard_size or "5GB", "--max-shard-size")
     dtype = None if settings.dtype is None else torch_dtype(settings.dtype)
     inputs = [open_input(model) for model in models]
@@ -126,6 +130,8 @@ def merge_folders(
         base = open_input(settings.base)
         check_destination(output, base.folder, force)
     tokenizer = _check_alike(inputs, base, settings)
+    if tokenizer is None and settings.chat_template is not None:
+        raise ValueError(f"--chat-template {settings.chat_template}: no model has a tokenizer. Remove it.")
     merged = _tensors(inputs, base, formula)
     always_float32 = float32_names(inputs[0].folder)
     parts = {

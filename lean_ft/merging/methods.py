@@ -152,7 +152,7 @@ def _weights(given: Sequence[float] | None, num_models: int, normalize: bool) ->
     weights = tuple(given or [1.0] * num_models)
     shown = " ".join(f"{weight:g}" for weight in weights)
     if len(weights) != num_models:
-        raise ValueError(f"--weights has {len(weights)} numbers ({shown}) for {num_models} models. Give one per model.")
+        raise ValueError(f"--weights is {shown}: {len(weights)} for {num_models} models. Give a number per model.")
     if not all(math.isfinite(weight) and abs(weight) < torch.finfo(torch.float32).max for weight in weights):
         raise ValueError(f"--weights is {shown}; expected finite numbers.")
     if not any(weights):
