@@ -25,7 +25,7 @@ from lean_ft.models.stored_weights import weights_fingerprint
 
 
 class OwnMasks:
-    """Lets mergekit sort stably, and drop the same numbers as lean_ft, whose `random_mask` needs the tensor's and the model's name."""
+    """Lets mergekit drop the same numbers as lean_ft, by the tensor's and the model's names, and sort stably."""
 
     def __init__(self) -> None:
         self._name, self._number = "", 0

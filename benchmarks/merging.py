@@ -5,8 +5,8 @@
 
 mergekit is installed once into an environment of its own, beside the packages of this one, so that both use the same
 torch. The environment variable MERGEKIT_PYTHON names the Python of another environment. DARE's random masks are those
-of lean_ft on both sides, and mergekit's sort is made stable. Time is CPU seconds of all threads; memory is the peak resident size above that before the
-merge. mergekit maps files into memory, so its figure has the pages that it read.
+of lean_ft on both sides, and mergekit's sort is made stable. Time is CPU seconds of all threads; memory is the peak
+resident size above that before the merge. mergekit maps files into memory, so its figure has the pages that it read.
 
 Writes `results/merging_<hardware>.json`.
 """

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lean_ft.export.places import check_destination, room_for, settings_of_run
 from lean_ft.merging.alike import check_distinct, check_same_templates, check_same_tokens
-from lean_ft.merging.folders import set_template
+from lean_ft.merging.folders import set_template, tokenizer_of_input
 from lean_ft.merging.methods import BLOCK, Formula, blocks, merged_values, slerp_coefficients
 from lean_ft.merging.report import Merged, MergeFacts, write_facts
 from lean_ft.merging.settings import MergeSettings
@@ -33,7 +33,7 @@ from lean_ft.models.safetensors_file import read_header, write_file
 from lean_ft.models.source import name_in_language_model
 from lean_ft.models.stored_weights import weights_fingerprint
 from lean_ft.models.vision.config import SPELLINGS
-from lean_ft.peft.finished_models import find_finished, tokenizer_folder
+from lean_ft.peft.finished_models import find_finished
 from lean_ft.peft.peft_format import fit_adapter
 from lean_ft.peft.stored_adapter import (
     CONFIG_FILE,
@@ -51,7 +51,7 @@ from lean_ft.peft.stored_adapter import (
 )
 from lean_ft.system.foreign_values import JSON
 from lean_ft.system.whole_files import read_json, write_json, write_whole
-from lean_ft.tokenizers import Tokenizer, load_tokenizer
+from lean_ft.tokenizers import Tokenizer
 from lean_ft.training.view import save_view
 
 _EXACT_SVD = 1024  # rows or columns up to which all singular values are computed
@@ -177,8 +177,7 @@ def _open_adapter(given: str | Path) -> AdapterInput:
             raise ValueError(
                 f"{given}: {layer} has the matrices {shapes[0]} and {shapes[1]}; expected (R, I) and (O, R)."
             )
-    with_tokenizer = tokenizer_folder(folder)
-    tokenizer = None if with_tokenizer is None else load_tokenizer(with_tokenizer)
+    tokenizer = tokenizer_of_input(str(given), folder)
     return AdapterInput(str(given), folder, adapter, in_file, digest.hexdigest(), tokenizer)
 
 

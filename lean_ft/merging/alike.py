@@ -70,6 +70,7 @@ def check_same_computation(first: MergeInput, other: MergeInput) -> None:
         return
     if not different:
         different = list(_differences(_plain(ours), _plain(theirs)))
+    different.sort(key=lambda difference: isinstance(difference[1], list | dict))  # short values first
     more = f" They also differ in {', '.join(name for name, *_ in different[1:_MOST_SHOWN])}." if different[1:] else ""
     raise ValueError(_differing(first, other, *different[0]) + more)
 

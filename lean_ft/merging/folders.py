@@ -195,9 +195,18 @@ def open_input(given: str | Path) -> MergeInput:
                 "dtype first: leanft export FOLDER NEW --dtype float32."
             )
         tensors[name] = tensor
-    with_tokenizer = tokenizer_folder(folder)
-    tokenizer = None if with_tokenizer is None else load_tokenizer(with_tokenizer)
-    return MergeInput(str(given), folder, model, config, tensors, weights_fingerprint(folder) or "", tokenizer)
+    key, tokenizer = weights_fingerprint(folder) or "", tokenizer_of_input(str(given), folder)
+    return MergeInput(str(given), folder, model, config, tensors, key, tokenizer)
+
+
+def tokenizer_of_input(given: str, folder: Path) -> Tokenizer | None:
+    """The tokenizer in a model's folder, or None. Raises ValueError, with the model's name, if it cannot be read."""
+    if tokenizer_folder(folder) is None:
+        return None
+    try:
+        return load_tokenizer(folder)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer of {given}: {error}") from None
 
 
 def _check_alike(inputs: Sequence[MergeInput], base: MergeInput | None, settings: MergeSettings) -> Tokenizer | None:

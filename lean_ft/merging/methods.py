@@ -70,6 +70,15 @@ METHODS = {
     ),
     "slerp": MergeMethod("SLERP", "https://en.wikipedia.org/wiki/Slerp", ("t",)),
 }
+# Names in mergekit and PEFT, and what they are called here.
+_ELSEWHERE = {
+    "dare_linear": "--method dare",
+    "task_arithmetic": "--method dare --density 1",
+    "magnitude_prune": "--method ties",
+    "cat": "--method linear, which concatenates the ranks of adapters",
+    "svd": "--method linear --rank R",
+    "average": "--method linear",
+}
 
 
 class MergeOptions(Protocol):
@@ -117,7 +126,8 @@ def formula_of(options: MergeOptions, num_models: int) -> Formula:
     """Check the options for this number of models. Raises ValueError with the option's name."""
     name = options.method
     if name not in METHODS:
-        hint = did_you_mean(name.replace("dare_linear", "dare"), list(METHODS))
+        here = _ELSEWHERE.get(name)
+        hint = f" Use {here}." if here else did_you_mean(name, list(METHODS))
         raise ValueError(f"--method {name}: no such method.{hint} Expected one of {', '.join(METHODS)}.")
     method = METHODS[name]
     for option in ("weights", "normalize", "density", "rescale", "seed", "t"):
