@@ -215,17 +215,24 @@ def _task_vectors(formula: Formula, vectors: Sequence[Read], base: Read | None, 
     """The base plus the weighted sum of task vectors; with signs elected, of the numbers that agree with its sign."""
     weights = torch.tensor(formula.weights, dtype=torch.float32)
     weighted = [read(first, number).mul_(weight) for read, weight in zip(vectors, weights, strict=True)]
-    total = torch.stack(weighted).sum(0)
+    total = _sum(weighted)
     if formula.method.elects_signs:
         sign = torch.where(total >= 0, 1.0, -1.0)
-        agree = [vector.sign() == sign for vector in weighted]
-        total = torch.stack([vector * same for vector, same in zip(weighted, agree, strict=True)]).sum(0)
+        agree = [vector * sign > 0 for vector in weighted]
+        total = _sum([vector.mul_(same) for vector, same in zip(weighted, agree, strict=True)])
         if formula.normalize:
-            shares = torch.stack([same * weight for same, weight in zip(agree, weights, strict=True)]).sum(0)
-            total /= torch.where(shares == 0, 1.0, shares)
+            shares = _sum([same * weight for same, weight in zip(agree, weights, strict=True)])
+            total.div_(shares.masked_fill_(shares == 0, 1.0))
     elif formula.normalize:
-        total /= weights.sum()
+        total.div_(weights.sum())
     return total if base is None else base(first, number).add_(total)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
 
 
 def blocks(numel: int) -> Iterator[tuple[int, int]]:
@@ -244,8 +251,9 @@ def largest_kept(read: Read, numel: int, density: float) -> Read:
     def kept(first: int, number: int) -> Tensor:
         values = read(first, number)
         bits = _bits(values)
-        stays = (bits == threshold).logical_and_(torch.arange(first, first + number) <= last)
-        return values.mul_(stays.logical_or_(bits > threshold))
+        num_before = max(0, last + 1 - first)  # numbers of which the threshold itself is kept
+        stays = torch.cat([bits[:num_before] >= threshold, bits[num_before:] > threshold])
+        return values.mul_(stays)
 
     return kept
 

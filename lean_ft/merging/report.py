@@ -28,9 +28,10 @@ class MergeFacts:
             model if weight is None else f"{model} ({weight:g})"
             for model, weight in zip(self.models, weights, strict=True)
         ]
-        numbers = [f"{name}={_shown(value)}" for name, value in self.formula.facts().items()]
-        numbers += [f"rank={self.rank}"] if self.rank is not None else []
-        base = [f"base {self.base}"] if self.base is not None and self.formula.method.has_task_vectors else []
+        numbers = [_shown(name, value) for name, value in self.formula.facts().items()]
+        numbers += [f"rank {self.rank}"] if self.rank is not None else []
+        is_read = self.formula.method.has_task_vectors and self.rank is None  # an adapter is a difference itself
+        base = [f"base {self.base}"] if self.base is not None and is_read else []
         return ", ".join([f"merged {' + '.join(named)} by {self.formula.method.title}", *base, *numbers])
 
     def write(self, folder: Path) -> None:
@@ -46,8 +47,10 @@ class MergeFacts:
         write_json(folder / MERGE_FILE, facts)
 
 
-def _shown(value: float | int | bool | str) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+def _shown(name: str, value: float | int | bool | str) -> str:
+    if isinstance(value, bool):
+        return "normalized" if value else "not normalized"
+    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def write_facts(folder: Path, name: str, facts: MergeFacts) -> None:

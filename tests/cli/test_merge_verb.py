@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 )
 def test_weights_in_every_spelling(leanft, models, weights, tmp_path):
     answer = leanft.quiet("merge", *models, *weights, "-o", tmp_path / "out")
-    assert f"merged {models[0]} (0.7) + {models[1]} (0.3) by weighted average, normalize=true." in answer.out
+    assert f"merged {models[0]} (0.7) + {models[1]} (0.3) by weighted average, normalized." in answer.out
     assert f"wrote {tmp_path / 'out'}: " in answer.out and "NO tokenizer, since no model has one" in answer.out
     facts = json.loads((tmp_path / "out" / "merge.json").read_text())
     assert [model["weight"] for model in facts["models"]] == [0.7, 0.3]
@@ -40,7 +40,7 @@ def test_options_reach_the_method(leanft, models, tmp_path):
     options = ["--method", "dare_ties", "--base", models[1], "--density", "0.5", "--seed", "3", "--rescale", "none"]
     answer = leanft.quiet("merge", *models, *options, "--normalize", "--dtype", "bfloat16", "-o", tmp_path / "out")
     assert "by DARE with TIES, base" in answer.out
-    assert "normalize=true, density=0.5, seed=3, rescale=none." in answer.out
+    assert "normalized, density 0.5, seed 3, rescale none." in answer.out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
