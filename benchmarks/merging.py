@@ -28,7 +28,7 @@ from merge_measures import measured
 from results import RESULTS, ROOT, describe_hardware, gibibytes, print_result, write_result
 
 VERSION = "0.1.5"
-COLUMNS = ["merge", "models", "equal bits", "largest difference", "CPU s", "mergekit", "memory", "mergekit"]
+COLUMNS = ["merge", "models", "equal numbers", "largest difference", "CPU s", "mergekit", "memory", "mergekit"]
 SMALL, LARGE = "small", "2 GB"
 # Options of lean_ft, and mergekit's method with the fields of its configuration.
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
@@ -152,12 +152,17 @@ def _differences(folder: Path, other: Path) -> dict[str, Any]:
     return {"numbers": total, "equal": equal, "largest": largest, "epsilon": torch.finfo(a.dtype).eps}
 
 
+def _is_large(row: dict[str, Any]) -> bool:
+    """Whether the merge is large enough for its time and memory to be those of the weights."""
+    return row["numbers"] > 10**8
+
+
 def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
-    settings = result["settings"]
+    settings, least = result["settings"], min(row["numbers"] for row in result["rows"])
     return (
-        f"leanft merge against mergekit {settings['mergekit']}, two models of random weights; differences relative to "
-        "a tensor's largest number; memory above that before the merge"
+        f"leanft merge against mergekit {settings['mergekit']}, two models of random weights ({least:,} numbers, and "
+        "2 GB); differences relative to a tensor's largest number; memory above that before the merge"
     )
 
 
@@ -167,12 +172,10 @@ def table_cells(result: dict[str, Any]) -> list[list[str]]:
         [
             row["label"],
             row["models"],
-            "all" if row["equal"] == row["numbers"] else f"{row['equal'] / row['numbers']:.2%}",
+            "all" if row["equal"] == row["numbers"] else f"all but {row['numbers'] - row['equal']:,}",
             f"{row['largest']:.1e}" if row["largest"] else "0",
-            f"{row['ours']['seconds']:.1f}",
-            f"{row['mergekit']['seconds']:.1f}",
-            gibibytes(row["ours"]["peak_bytes"]),
-            gibibytes(row["mergekit"]["peak_bytes"]),
+            *(f"{row[side]['seconds']:.0f}" if _is_large(row) else "-" for side in ("ours", "mergekit")),
+            *(gibibytes(row[side]["peak_bytes"]) if _is_large(row) else "-" for side in ("ours", "mergekit")),
         ]
         if row["status"] == "ok"
         else [row["label"], row["models"], *["-"] * 6]

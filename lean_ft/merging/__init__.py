@@ -6,17 +6,17 @@ from pathlib import Path
 from lean_ft.merging.adapters import merge_adapters
 from lean_ft.merging.folders import merge_folders
 from lean_ft.merging.methods import METHODS, formula_of
-from lean_ft.merging.report import Merged
+from lean_ft.merging.report import MergeResult
 from lean_ft.merging.settings import MergeSettings
 from lean_ft.peft import is_adapter
 from lean_ft.peft.finished_models import find_finished
 
-__all__ = ["METHODS", "MergeSettings", "Merged", "merge_models"]
+__all__ = ["METHODS", "MergeResult", "MergeSettings", "merge_models"]
 
 
 def merge_models(
     models: Sequence[str | Path], output: str | Path, settings: MergeSettings | None = None, *, force: bool = False
-) -> Merged:
+) -> MergeResult:
     """Merge models into the new folder `output`: of whole models a Hugging Face folder, of adapters an adapter.
 
     `models`: at least two model folders, checkpoints, runs (their newest checkpoint) or Hub repositories, all whole

@@ -24,7 +24,7 @@ from lean_ft.export.places import check_destination, room_for, settings_of_run
 from lean_ft.merging.alike import check_distinct, check_same_templates, check_same_tokens
 from lean_ft.merging.folders import set_template, tokenizer_of_input
 from lean_ft.merging.methods import BLOCK, Formula, blocks, merged_values, slerp_coefficients
-from lean_ft.merging.report import Merged, MergeFacts, write_facts
+from lean_ft.merging.report import MergeFacts, MergeResult, write_facts
 from lean_ft.merging.settings import MergeSettings
 from lean_ft.models import load_model
 from lean_ft.models.beside import files_beside, write_beside
@@ -95,7 +95,7 @@ class _Factors:
 
 def merge_adapters(
     models: Sequence[str | Path], output: Path, formula: Formula, settings: MergeSettings, force: bool
-) -> Merged:
+) -> MergeResult:
     """Write the merged adapter, as `merge_models` describes."""
     if settings.max_shard_size is not None:
         raise ValueError("--max-shard-size is only used for whole models; an adapter is one file. Remove it.")
@@ -129,7 +129,7 @@ def merge_adapters(
         _write_other_files(temporary, inputs[0], tokenizer, settings.chat_template)
         read_adapter(temporary)  # raises if it is damaged
         write_facts(temporary, output.name, facts)
-    return Merged(output, facts, _contents(ranks), [] if is_exact else [_errors(sizes)])
+    return MergeResult(output, facts, _contents(ranks), [] if is_exact else [_errors(sizes)])
 
 
 def _contents(ranks: Mapping[str, int]) -> str:

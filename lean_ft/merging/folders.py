@@ -20,7 +20,7 @@ from lean_ft.merging.alike import (
     check_same_tokens,
 )
 from lean_ft.merging.methods import BLOCK, Formula, Read, merged_values
-from lean_ft.merging.report import Merged, MergeFacts, write_facts
+from lean_ft.merging.report import MergeFacts, MergeResult, write_facts
 from lean_ft.merging.settings import MergeSettings
 from lean_ft.models import load_model, stored_labels
 from lean_ft.models.beside import files_beside, write_beside
@@ -109,7 +109,7 @@ class _CopiedTensor:
 
 def merge_folders(
     models: Sequence[str | Path], output: Path, formula: Formula, settings: MergeSettings, force: bool
-) -> Merged:
+) -> MergeResult:
     """Write the merged model of the folders, as `merge_models` describes."""
     if settings.rank is not None:
         raise ValueError("--rank is only used for adapters, and these are whole models. Remove it.")
@@ -155,7 +155,7 @@ def merge_folders(
     number, files = sum(part.values.numel() for part in parts.values()), len(split.filename_to_tensors)
     contents = f"{number:,} parameters, {files} weight file{'s' if files > 1 else ''}"
     contents += ", NO tokenizer, since no model has one" if tokenizer is None else ""
-    return Merged(output, facts, contents, _notes(inputs))
+    return MergeResult(output, facts, contents, _notes(inputs))
 
 
 def open_input(given: str | Path) -> MergeInput:

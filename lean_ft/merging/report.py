@@ -60,7 +60,7 @@ def write_facts(folder: Path, name: str, facts: MergeFacts) -> None:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """The result of a merge; `str()` describes it."""
 
     folder: Path

@@ -373,39 +373,38 @@ def test_a_killed_merge_leaves_no_folder_of_this_name(models, tmp_path):
     merge_models([models["float32"], models["other"]], tmp_path / "merged")
 
 
-_PEAK = """
+_PEAKS = """
 import json, sys
 from pathlib import Path
 from lean_ft.merging import MergeSettings, merge_models
 def size(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-small, large, options = json.loads(sys.argv[1])
-for number, (models, base) in enumerate((small, large)):
+def merge(models, base, options):
+    own = {"base": base} if "density" in options else {}
+    merge_models(models, f"{models[0]}-merged", MergeSettings(**options, **own), force=True)
+small, large, all_options = json.loads(sys.argv[1])
+for options in all_options:
+    merge(*small, options)
     Path("/proc/self/clear_refs").write_text("5")
     before = size("VmRSS")
-    own = {"base": base} if "density" in options else {}
-    merge_models(models, f"{models[0]}-merged", MergeSettings(**options, **own))
-print(size("VmHWM") - before)
+    merge(*large, options)
+    print(size("VmHWM") - before)
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"method": "ties", "density": 0.2}, {"method": "dare_ties", "density": 0.5}, {"method": "slerp"}],
-    ids=["linear", "ties", "dare_ties", "slerp"],
-)
-def test_no_tensor_is_in_memory_whole(tmp_path, options):
-    """The two embeddings of 128 MB each are merged within 64 MiB."""
+def test_no_tensor_is_in_memory_whole(tmp_path):
+    """Embeddings of 98 MiB each, two or three per merge."""
     groups = []
-    for size, vocabulary in (("small", 416), ("large", 250_000)):
+    for size, vocabulary in (("small", 416), ("large", 200_000)):
         folders = [tmp_path / f"{size}-{i}" for i in range(3)]
         write_model_folder(folders[0], "Qwen2", vocab_size=vocabulary, hidden_size=128, tie_word_embeddings=True)
         for i, folder in enumerate(folders[1:], start=1):
             shutil.copytree(folders[0], folder)
-            edit_tensors(folder, lambda tensors, i=i: [tensor.mul_(1 + 0.1 * i).roll(i) for tensor in tensors.values()])
+            edit_tensors(folder, lambda tensors, i=i: [tensor.add_(tensor.roll(i)) for tensor in tensors.values()])
         groups.append(([*map(str, folders[1:])], str(folders[0])))
-    arguments = [sys.executable, "-c", _PEAK, json.dumps([*groups, options])]
+    options = [{}, {"method": "ties", "density": 0.2}, {"method": "dare_ties", "density": 0.5}, {"method": "slerp"}]
+    arguments = [sys.executable, "-c", _PEAKS, json.dumps([*groups, options])]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 64 * 2**20
+    assert max(map(int, done.stdout.split())) < 90 * 2**20, done.stdout
