@@ -17,6 +17,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return place / "a", place / "b"
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "weights",
     [["--weights", "0.7,0.3"], ["--weights", "0.7", "0.3"], ["-w", "0.7", "-w", "0.3"], ["--weights=0.7, 0.3"]],

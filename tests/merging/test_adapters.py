@@ -73,6 +73,7 @@ def of_peft(base: Path, folders: list[Path], **options: Any) -> dict[str, Tensor
     return found
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_weighted_average_concatenates_the_ranks(adapter, base, tmp_path, other, normalize):
@@ -270,6 +271,7 @@ REFUSED: dict[str, tuple[Callable[[Make], Path], str]] = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_merged_is_refused_by_name(adapter, tmp_path, name):
     make, message = REFUSED[name]

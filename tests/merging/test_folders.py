@@ -259,6 +259,7 @@ DIFFERENT: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.first(9)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs_is_refused_by_name(models, changed, tmp_path, name):
     damage, message = DIFFERENT[name]

@@ -80,6 +80,7 @@ def trimmed(vector: Tensor, density: float) -> Tensor:
     return torch.zeros(NUMEL).index_copy(0, kept, vector.flatten()[kept]).view(SHAPE)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("density", "normalize"), [(0.2, True), (0.5, False), (1.0, True), (1e-9, True)])
 def test_ties_is_the_papers(tensors, base, density, normalize):
     weights = (0.7, 0.4, 1.0)
@@ -98,6 +99,7 @@ def test_of_equal_magnitudes_the_first_are_kept():
         assert torch.equal(torch.cat([kept(first, 100) for first in range(0, 800, 100)]), expected)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("rescale", ["l1", "density", "none"])
 @pytest.mark.parametrize("method", ["dare", "dare_ties"])
 @pytest.mark.parametrize("normalize", [False, True])
