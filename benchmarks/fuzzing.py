@@ -54,13 +54,14 @@ from lean_ft.data.formats import NUM_ROWS_TO_DETECT
 from lean_ft.data.sft import SFTReader
 from lean_ft.data.sources import RowSources
 from lean_ft.export import export_gguf
-from lean_ft.export.model_card import _results
+from lean_ft.export.model_card import _results, model_card
 from lean_ft.generation.stopping import stop_ids
 from lean_ft.gguf.open import gguf_folder
 from lean_ft.gguf.splitting import QWEN2_PATTERN
 from lean_ft.images.pixels import Upright
 from lean_ft.images.reading import Size, check, decoded, open_image, read_patches, reference, size_of
 from lean_ft.images.rules import image_rules
+from lean_ft.merging import MergeSettings, merge_models
 from lean_ft.models import empty_model, load_model, save_model
 from lean_ft.models.config import DenseConfig
 from lean_ft.models.safetensors_file import read_header, write_file
@@ -872,6 +873,38 @@ def _adapters(folder: Path) -> dict[str, Target]:
     }  # fmt: skip
 
 
+def _merges(folder: Path) -> dict[str, Target]:
+    """The files of the second of two models, or of two adapters, and those of a merged model."""
+    inputs = write_inputs(folder / "model")
+    model = load_model(inputs, random_init=True)
+    write_file(inputs / "model.safetensors", {n: p.detach() for n, p in model.named_parameters()}, {"format": "pt"})
+    other = shutil.copytree(inputs, folder / "other")
+    apply_lora(model, LoRAConfig(rank=2))
+    adapters = [folder / name for name in ("adapter", "adapter-2")]
+    for adapter in adapters:
+        save_adapter(model, adapter)
+
+    def merge(models: list[Path]) -> None:
+        merge_models(models, folder / f"{models[0].name}-merged", MergeSettings(method="slerp"), force=True)
+
+    merge([inputs, other])
+    facts = folder / "model-merged" / "merge.json"
+    targets = {
+        "merge: config.json": Target(4, other / "config.json", [(other / "config.json").read_bytes()], break_json,
+            lambda: merge([inputs, other])),
+        "merge: tokenizer.json": Target(4, other / "tokenizer.json", [(other / "tokenizer.json").read_bytes()],
+            break_json, lambda: merge([inputs, other])),
+        "merge: weights": Target(4, other / "model.safetensors", [(other / "model.safetensors").read_bytes()],
+            break_safetensors, lambda: merge([inputs, other])),
+        "merge.json": Target(4, facts, [facts.read_bytes()], break_json,
+            lambda: model_card(facts.parent, None, "org/name", has_picture=False)),
+    }  # fmt: skip
+    for name, breaks in (("adapter_config.json", break_json), ("adapter_model.safetensors", break_safetensors)):
+        file = adapters[1] / name
+        targets[f"merge: {name}"] = Target(4, file, [file.read_bytes()], breaks, lambda: merge(adapters))
+    return targets
+
+
 def _tokenizers(folder: Path) -> dict[str, Target]:
     def reader(name: str) -> tuple[Path, Callable[[], None]]:
         own = write_inputs(folder / name)
@@ -1155,6 +1188,7 @@ _KINDS = (
     _quantized,
     _gguf,
     _adapters,
+    _merges,
     _tokenizers,
     _runs,
     _requests,

@@ -66,6 +66,7 @@ BENCHMARKS = (
     "gpu_kernels",
     "convergence",
     "saving",
+    "merging",
     "crashes",
     "rank_crashes",
     "disk_faults",

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from lean_ft.export import export_adapter, export_folder, export_gguf, merge
     from lean_ft.export.upload import push
     from lean_ft.generation import generate, open_model
+    from lean_ft.merging import MergeSettings, merge_models
     from lean_ft.models.hf_format import load_model
     from lean_ft.models.saving import save_model
     from lean_ft.notebook import evaluate, load_recipe, plan_run, plot, read_metrics, run
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 __all__ = [
+    "MergeSettings",
     "__version__",
     "evaluate",
     "export_adapter",
@@ -23,6 +25,7 @@ __all__ = [
     "load_recipe",
     "load_tokenizer",
     "merge",
+    "merge_models",
     "open_model",
     "plan_run",
     "plot",
@@ -38,6 +41,7 @@ _HOMES = {
         "export": "export_adapter export_folder export_gguf merge",
         "generation": "generate open_model",
         "export.upload": "push",
+        "merging": "MergeSettings merge_models",
         "models.hf_format": "load_model",
         "models.saving": "save_model",
         "notebook": "evaluate load_recipe plan_run plot read_metrics run",

@@ -495,7 +495,8 @@ def scripts() -> str:
 def test_a_document_names_only_what_is_there(document, commands, scripts):
     """Verbs, options, extras, make targets, scripts and links exist, in blocks, sentences and comments."""
     text = re.sub(r" *\\\n +", " ", document.read_text())
-    options = {option for command in commands.values() for parameter in command.params for option in parameter.opts}
+    parameters = [parameter for command in commands.values() for parameter in command.params]
+    options = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
     options |= {"--help"}
     ours = "\n".join(line for line in text.splitlines() if not OTHER_PROGRAMS.search(line))
     for option in set(re.findall(r"(?<=[\s`\[])--[a-z][a-z-]+", f"\n{ours}")):

@@ -22,6 +22,7 @@ from lean_ft.cli import (
     env,
     export,
     ls,
+    merge,
     plan,
     plot,
     push,
@@ -64,6 +65,7 @@ VERBS = (
     serve,
     download,
     export,
+    merge,
     push,
     env,
 )

@@ -41,7 +41,8 @@ def push(
 
     Needs a token with write access: run `hf auth login` or set the variable HF_TOKEN.
     """
-    from lean_ft.export.upload import CARD, prepare
+    from lean_ft.export.places import CARD
+    from lean_ft.export.upload import prepare
     from lean_ft.export.upload import push as upload
 
     if not dry_run:

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lean_ft.export.places import sentences_not_in_files
+from lean_ft.export.places import MERGE_FILE, sentences_not_in_files
 from lean_ft.hub.paths import repository_name
 from lean_ft.peft import is_adapter
 from lean_ft.settings.strict_yaml import to_yaml
+from lean_ft.system.foreign_values import JSON
 from lean_ft.system.redaction import on_one_line, redact
 from lean_ft.system.run_directory import METRICS_FILE, NAME, read_rows, read_starts
 from lean_ft.system.units import gibibytes, number
@@ -20,7 +21,7 @@ from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.metrics import EXACT_MATCH, is_number
 
-CARD, PICTURE = "README.md", "curves.png"
+PICTURE = "curves.png"
 _FACTS = ("lean_ft", "torch", "python", "device", "processes", "git_commit", "data_fingerprint", "started")
 _NOT_OF_MODEL = ("output_dir", "resume", "plan", "data.num_processes", "data.cache_dir", "data.cache_gib")
 # Ending of an architecture in config.json -> class of transformers, and of peft
@@ -47,6 +48,9 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
         head |= {"base_model": base_name.repo, "base_model_relation": "adapter" if adapter else "finetune"}
     if "Classification" not in architecture:
         head["pipeline_tag"] = "text-generation"
+    merged = read_json(folder / MERGE_FILE)
+    if merged:
+        head |= _head_of_merge(merged)
     kind = "An adapter for" if adapter else "A model finetuned from"
     lines = [f"# {repo.partition('/')[2]}", ""]
     if starts and run is not None:
@@ -55,12 +59,40 @@ def model_card(folder: Path, run: Path | None, repo: str, has_picture: bool, lic
         lines += ["## Results", "", *_table(_results(run, folder)), ""]
         if has_picture:
             lines += [f"![Curves of the run]({PICTURE})", ""]
+    if merged:
+        lines += _about_merge(merged, "adapters" if adapter else "models")
     lines += ["## Use", "", *_use(folder, repo, architecture, settings), ""]
     if notes := sentences_not_in_files(folder):
         lines += [*(f"- {sentence[0].upper()}{sentence[1:]}." for sentence in notes), ""]
     if starts:
         lines += _about_training(starts[-1], settings)
     return redact(f"---\n{to_yaml(head)}---\n\n" + "\n".join(lines))
+
+
+def _models_of_merge(merged: Mapping[str, JSON]) -> list[tuple[str, JSON]]:
+    """The models that a merge.json names, and their weights."""
+    models = merged.get("models")
+    entries = [entry for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
+    return [(str(entry.get("model")), entry.get("weight")) for entry in entries]
+
+
+def _head_of_merge(merged: Mapping[str, JSON]) -> dict[str, JSON]:
+    names = [name for name, _ in _models_of_merge(merged)]
+    base = merged.get("base")
+    names += [base] if isinstance(base, str) else []
+    repositories: list[JSON] = [found.repo for name in names if (found := repository_name(name)) is not None]
+    head: dict[str, JSON] = {"tags": ["lean_ft", "merge"]}
+    return head | ({"base_model": repositories, "base_model_relation": "merge"} if repositories else {})
+
+
+def _about_merge(merged: Mapping[str, JSON], what: str) -> list[str]:
+    """The section on a merge: its models with their weights, and the numbers of the method."""
+    models, method = _models_of_merge(merged), merged.get("method")
+    facts = {name: value for name, value in merged.items() if name not in ("models", "method", "lean_ft")}
+    rows = [f"| {_code(name)} | {_escaped('' if weight is None else weight)} |" for name, weight in models]
+    lines = [f"{len(models)} {what}, merged by lean_ft's method {_code(method)}.", "", "## Merge", ""]
+    lines += ["| model | weight |", "|---|---:|", *rows, ""]
+    return [*lines, *(f"- {_escaped(name)}: {_code(json.dumps(value))}" for name, value in facts.items()), ""]
 
 
 def _architecture(folder: Path) -> str:

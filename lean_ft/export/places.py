@@ -34,6 +34,7 @@ from lean_ft.training.view import not_in_files
 # Files of an export, which --force may replace. A folder with any other file is never replaced.
 _MODEL_FILES = {"config.json", "generation_config.json", WEIGHTS_INDEX, *TOKENIZER_FILES, *PROCESSOR_FILES}
 _MODEL_FILES |= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+MERGE_FILE, CARD = "merge.json", "README.md"  # in a merged model's folder
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def _is_model_file(entry: Path) -> bool:
         return entry.name in TEMPLATE_FOLDERS or is_beside(entry)
     if entry.name == ".metadata" or entry.suffix == ".distcp":  # a DCP folder
         return True
+    if entry.name in (MERGE_FILE, CARD):
+        return (entry.parent / MERGE_FILE).is_file()
     return (
         entry.name in _MODEL_FILES
         or is_beside(entry)

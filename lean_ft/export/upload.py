@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lean_ft.export.model_card import CARD, PICTURE, model_card
-from lean_ft.export.places import files_of_model
+from lean_ft.export.model_card import PICTURE, model_card
+from lean_ft.export.places import CARD, files_of_model
 from lean_ft.hub.errors import DownloadFailed, explained
 from lean_ft.hub.paths import repository_name
 from lean_ft.peft.finished_models import find_finished

@@ -57,8 +57,6 @@ def save_model(
             adapter), or with `whole` not those of the folder.
     """
     check_parameters(model)
-    from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
-
     folder = Path(path)
     whole = whole or model.vision is not None
     parts = dict(parts_on_disk(model, as_read=whole) if weights is None else weights)
@@ -68,16 +66,11 @@ def save_model(
     else:
         parts, copied = _with_drafting(model, parts, ranks)
     ranks.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
-    split = split_state_dict_into_shards_factory(
-        parts,
-        get_storage_size=lambda part: part.whole_bytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_bytes,
-    )
+    split = split_into_files(parts, max_shard_bytes)
     ranks.on_rank_zero(lambda: _check_apart(model, folder, split, copied))
     for file_name, names in split.filename_to_tensors.items():
         write_file(folder / file_name, {name: parts[name] for name in names}, {"format": "pt"}, ranks, copied)
-    ranks.on_rank_zero(lambda: _write_index(folder, split))
+    ranks.on_rank_zero(lambda: write_index(folder, split))
     _write_layers_after_pooling(folder, dense, ranks)
     drafts = not copied.keys().isdisjoint(model.source.drafting)
     write = _write_configs_of_whole if whole else partial(write_configs, drafts=drafts)
@@ -125,7 +118,19 @@ def _write_other_files(model: Decoder, folder: Path) -> None:
             temporary.write_bytes(model.source.generation_config)
 
 
-def _write_index(folder: Path, split: "StateDictSplit") -> None:
+def split_into_files(parts: Mapping[str, Part], max_shard_bytes: int) -> "StateDictSplit":
+    """Divide a model's tensors into files of at most this size, unless a single tensor is larger."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # a slow import
+
+    return split_state_dict_into_shards_factory(
+        dict(parts),
+        get_storage_size=lambda part: part.whole_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+
+
+def write_index(folder: Path, split: "StateDictSplit") -> None:
     """Write the index, and remove weight files of an earlier save."""
     current = set(split.filename_to_tensors)
     if split.is_sharded:
@@ -151,7 +156,7 @@ def _in_whole(model: Decoder, parts: Mapping[str, Part]) -> tuple[dict[str, Part
     copied = {name: stored[name] for name in beside}
     if unknown := [name for name, tensor in copied.items() if tensor.dtype is None]:
         raise ValueError(f"{copied[unknown[0]].file}: {unknown[0]} has a dtype that cannot be copied.")
-    places = {name: _place(tensor.shape, tensor.dtype) for name, tensor in copied.items()}
+    places = {name: without_values(tensor.shape, tensor.dtype) for name, tensor in copied.items()}
     written = {
         name: source.turned(model_name, parts[model_name])
         for name, model_name in source.names.items()
@@ -179,7 +184,8 @@ def _with_drafting(
 
     shapes = ranks.on_rank_zero(find)
     places = {
-        name: _place(shape, getattr(torch, dtype.removeprefix("torch."))) for name, (shape, dtype) in shapes.items()
+        name: without_values(shape, getattr(torch, dtype.removeprefix("torch.")))
+        for name, (shape, dtype) in shapes.items()
     }
     return {**parts, **places}, drafting
 
@@ -195,8 +201,8 @@ def _check_apart(model: Decoder, folder: Path, split: "StateDictSplit", copied: 
         )
 
 
-def _place(shape: Sequence[int], dtype: torch.dtype | None) -> Part:
-    """A part without values, for a tensor that is copied."""
+def without_values(shape: Sequence[int], dtype: torch.dtype | None) -> Part:
+    """A part without values, for a tensor that `write_file` copies."""
     return part_of(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 

@@ -104,14 +104,19 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """The narrowest of bfloat16, float16 and float32 that holds every stored tensor exactly. Tensors that a model
     always keeps in float32 do not count."""
     dtype: torch.dtype | None = None
-    config = language_model_config(stored_config(folder))
-    always_float32 = decoder_config(config, where=str(folder / "config.json")).in_float32
-    on_disk = getattr(family_of(config["model_type"]), "on_disk", {})
-    always_float32 += tuple(places[0] for part, places in on_disk.items() if f".{part}".endswith(always_float32))
+    always_float32, config = float32_names(folder), language_model_config(stored_config(folder))
     for name, tensor in dequantized(stored_tensors(folder), config.get("quantization_config") or {}).items():
         if tensor.dtype in STORED_DTYPES and not name.endswith(always_float32):  # load_model refuses other dtypes
             dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
     return dtype if dtype in DTYPES else torch.float32
+
+
+def float32_names(folder: Path) -> tuple[str, ...]:
+    """The ends of the names of tensors that the folder's model always keeps in float32."""
+    config = language_model_config(stored_config(folder))
+    always = decoder_config(config, where=str(folder / "config.json")).in_float32
+    on_disk = getattr(family_of(config["model_type"]), "on_disk", {})
+    return (*always, *(places[0] for part, places in on_disk.items() if f".{part}".endswith(always)))
 
 
 def weights_fingerprint(folder: Path) -> str | None:
