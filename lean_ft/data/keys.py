@@ -26,7 +26,7 @@ NOT_IN_FINGERPRINT = {
 }
 # Settings added later count only if they differ from the default, so that older runs can be resumed.
 NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True, "chat_template_kwargs": {}}
-NOT_WHERE_DEFAULT |= {"labels_per": "text"}
+NOT_WHERE_DEFAULT |= {"labels_per": "text", "context_template": None, "max_teacher_length": None}
 NOT_WHERE_DEFAULT |= {name.partition(".")[2]: None for name in LIMITS}
 # These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
@@ -34,7 +34,10 @@ NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_
 
 def settings_of_documents(config: DataConfig) -> dict[str, Any]:
     """JSON values of the settings that change documents."""
-    return without_hashes(config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS) | {"longest": config.longest})
+    settings = without_hashes(config.model_dump(mode="json", exclude=NOT_OF_DOCUMENTS))
+    return {name: value for name, value in settings.items() if value != NOT_WHERE_DEFAULT.get(name, ...)} | {
+        "longest": config.longest
+    }
 
 
 def settings_of_batches(config: DataConfig) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from lean_ft.settings.data import (
     RewardDataConfig,
     RowsConfig,
     SFTDataConfig,
+    TaughtDataConfig,
     Sources,
     UnpairedDataConfig,
 )
@@ -34,6 +35,7 @@ from lean_ft.settings.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
     ClassificationLossConfig,
+    SELF,
     DistillConfig,
     LossConfig,
     PolicyLossConfig,
@@ -69,6 +71,7 @@ from lean_ft.settings.run import (
 )
 
 __all__ = [
+    "SELF",
     "LOGGER_PACKAGES",
     "MUON_MOMENTUM",
     "POLICY_LOSSES",
@@ -119,6 +122,7 @@ __all__ = [
     "RewardLossConfig",
     "RowsConfig",
     "SFTDataConfig",
+    "TaughtDataConfig",
     "SamplingConfig",
     "ScheduleConfig",
     "ScoreLossConfig",
