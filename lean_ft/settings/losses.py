@@ -384,7 +384,7 @@ class DistillConfig(Settings):
     def _is_read(self) -> "DistillConfig":
         if (self.teacher is None) == (self.cached is None):
             raise ValueError(
-                "expected one of teacher=MODEL (or self) and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` "
+                "expected one of teacher=MODEL and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` "
                 f"writes; found {'neither' if self.cached is None else 'both'}."
             )
         if self.teacher_kind != "auto" and self.teacher != SELF:
