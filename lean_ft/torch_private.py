@@ -55,6 +55,9 @@ PRIVATE_NAMES = {
         "copy the updated parameters of an adapter in a few launches",
         "optimizer.name=adamw_8bit fails",
     ),
+    "foreach_lerp_": PrivateName(
+        "torch:_foreach_lerp_", "move the averages of an adapter's weights in a few launches", "optimizer.ema fails"
+    ),
     "fused_adamw_": PrivateName(
         "torch:ops.aten._fused_adamw_", "update many parameters in one launch", "optimizer.name=adamw fails"
     ),

@@ -46,6 +46,12 @@ def _foreach_mul() -> bool:
     return all((tensor == 3).all() for tensor in tensors)
 
 
+def _foreach_lerp() -> bool:
+    tensors = [torch.zeros(2), torch.zeros(3)]
+    torch_private.foreach_lerp_(tensors, [torch.ones(2), torch.ones(3)], 0.25)
+    return all((tensor == 0.25).all() for tensor in tensors)
+
+
 def _foreach_copy() -> bool:
     tensors = [torch.ones(2), torch.ones(3)]
     torch_private.foreach_copy_(tensors, [torch.full((2,), 3.0), torch.full((3,), 3.0)])
@@ -253,6 +259,7 @@ def _budget() -> bool:
 USES = {
     "foreach_mul_": _foreach_mul,
     "foreach_copy_": _foreach_copy,
+    "foreach_lerp_": _foreach_lerp,
     "foreach_norm": _foreach_norm,
     "fused_adamw_": _adamw_moves_against_the_gradient,
     "assert_on_device": _assert_on_device,

@@ -23,7 +23,7 @@ from lean_ft.peft.finished_models import find_base, tokenizer_folder
 from lean_ft.peft.stored_adapter import CONFIG_FILE as ADAPTER_CONFIG
 from lean_ft.peft.stored_adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from lean_ft.system.redaction import on_one_line
-from lean_ft.system.run_directory import MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE
+from lean_ft.system.run_directory import EMA_FOLDER, MANIFEST, STATE_FOLDER, TRAINING_STATE_FILE
 from lean_ft.system.units import gibibytes
 from lean_ft.system.whole_files import read_json
 from lean_ft.tokenizers import TEMPLATE_FOLDERS, TOKENIZER_FILES, Tokenizer, load_tokenizer
@@ -124,10 +124,10 @@ def whole_before(folder: Path) -> str:
 
 
 def files_of_model(folder: Path) -> Iterator[Path]:
-    """Yield the files of a checkpoint's model or adapter, without its training state."""
+    """Yield the files of a checkpoint's model or adapter, without its training state and its averaged weights."""
     for file in sorted(folder.rglob("*")):
         path = file.relative_to(folder)
-        is_state = path.parts[0] == STATE_FOLDER or path.name == MANIFEST
+        is_state = path.parts[0] in (STATE_FOLDER, EMA_FOLDER) or path.name == MANIFEST
         if file.is_file() and not is_state and not any(part.startswith(".") for part in path.parts):
             yield file
 

@@ -6,6 +6,7 @@ from numbers import Real
 from lean_ft.optim.adamw_8bit import Moment8bit
 from lean_ft.optim.build import build_optimizer
 from lean_ft.optim.dynamic_code import DynamicCode
+from lean_ft.optim.ema import averaged_weights, has_averages
 from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.rule import ParameterState, Rule, StepInfo, decay_of
@@ -14,6 +15,7 @@ from lean_ft.settings import ScheduleConfig, TrainingConfig
 from lean_ft.system.user_functions import is_function_path
 
 __all__ = ["LossScaler", "Optimizer", "build_optimizer", "learning_rate", "num_warmup_steps"]
+__all__ += ["averaged_weights", "has_averages"]
 # For rules of users.
 __all__ += ["DynamicCode", "Moment8bit", "ParameterState", "RoundingNoise", "Rule", "Sliced", "StepInfo", "decay_of"]
 __all__ += ["flat", "store"]

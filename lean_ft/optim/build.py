@@ -14,6 +14,7 @@ from lean_ft.optim.adamw_4bit import Moment4bit
 from lean_ft.optim.adamw_8bit import AdamW8bit
 from lean_ft.optim.adamw_8bit_torchao import Moment8bitTorchao
 from lean_ft.optim.apollo_mini import ApolloMini
+from lean_ft.optim.ema import averaged
 from lean_ft.optim.muon import Muon
 from lean_ft.optim.optimizer import Optimizer
 from lean_ft.optim.own_rule import own_rule
@@ -59,6 +60,13 @@ def build_optimizer(
                     f"optimizer.stochastic_rounding=true is for bfloat16 weights, but {name} is {param.dtype}. Set "
                     "optimizer.stochastic_rounding=false or model.dtype=bfloat16."
                 )
+    if cfg.ema is not None:
+        for name, param in trainable:
+            if param.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(
+                    f"optimizer.ema is for float32 and bfloat16 weights, but {name} is {param.dtype}. Remove "
+                    "optimizer.ema, or set model.dtype=bfloat16."
+                )
     devices = {device_type(param.device) for _, param in trainable}
     if cfg.name in BITSANDBYTES_RULES and "cuda" in devices:
         _refuse_without_kernel(cfg, on_gpu=any(param.is_cuda for _, param in trainable))
@@ -70,6 +78,8 @@ def build_optimizer(
     paged = cfg.state == "paged" or cfg.name == "paged_adamw_8bit"
     on_gpu = devices == {"cuda"}
     rule = _rules(cfg, model, on_gpu=on_gpu, paged=paged and on_gpu, compile=recipe_cfg.compile)
+    if cfg.ema is not None:
+        rule = averaged(rule, cfg.ema, compile=recipe_cfg.compile and on_gpu)
     _refuse_what_cannot_be_cut(cfg, trainable, rule, ranks)
     optimizer = Optimizer(
         trainable,

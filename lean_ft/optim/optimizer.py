@@ -164,6 +164,8 @@ class Optimizer:
             self._update_leftovers()
         elif not self._skips:
             self._observer.update(self, [state for state in self.states if state.whole.grad is not None])
+        if not self._skips:
+            self._end_for_others()
         self.step_count += not self._skips
         self.skipped_steps += self._skips
         self._noise_seed = None
@@ -172,6 +174,18 @@ class Optimizer:
         self._losses.clear()
         self._updates_now = self._skips = False
         self.is_whole = True
+
+    def _end_for_others(self) -> None:
+        """Tell the rules which parameters the step has not updated."""
+        others = [
+            state
+            for state in self.states
+            if (state.index not in self._norms if self.in_backward else state.whole.grad is None)
+        ]
+        if others and self.streamed is not None:
+            self.streamed.forget()
+        for (rule, _), members in _by_rule(others).items():
+            rule.left_out(members)
 
     def zero_grad(self) -> None:
         """Free the gradients."""

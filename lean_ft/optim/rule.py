@@ -76,6 +76,9 @@ class Rule:
         """Update the parameters and their states in place."""
         raise NotImplementedError
 
+    def left_out(self, states: Sequence[ParameterState]) -> None:
+        """Called at the end of a step with the parameters that it left without a gradient."""
+
     def instructions(self, state: ParameterState) -> int:
         """Machine instructions per element of a parameter's update on a GPU; 0 if its memory traffic takes longer."""
         return 0

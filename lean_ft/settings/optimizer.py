@@ -91,6 +91,11 @@ class OptimizerConfig(Settings):
     stochastic_rounding: bool = False
     """Round updates of bfloat16 weights up or down at random, so that small updates are not lost."""
 
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Also average the trained weights: after each step, average = ema * average + (1 - ema) * weight, in float32, 4
+    bytes per parameter. Checkpoints have the averaged model too, in the folder `ema`. 0.999 looks back on about 1,000
+    steps. null: no average."""
+
     @property
     def peak_lr(self) -> float:
         """`lr` as a number. The settings of a recipe replace null by their usual rate."""

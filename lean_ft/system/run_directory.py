@@ -7,6 +7,7 @@
     tool_results.jsonl    results of tool calls since the last checkpoint, for this user alone; removed at the run's end
     step_00000100/   a checkpoint
       config.json, *.safetensors, tokenizer files     a Hugging Face folder; with an adapter, a PEFT adapter folder
+      ema/                                            the same folder with averaged weights, with `optimizer.ema`
       training_state/optimizer.safetensors            the optimizer's tensors
       training_state/beside.safetensors               weights of a module that trains besides the model, if any
       training_state/training_state.json              step, settings, data position, loss scale
@@ -40,6 +41,7 @@ LOCK_FILE = ".lock"
 LOG_SUFFIXES = (".log", ".out", ".err")  # a scheduler or `tee` may open these in the directory before we start
 MANIFEST = "manifest.json"
 STATE_FOLDER = "training_state"
+EMA_FOLDER = "ema"
 OPTIMIZER_FILE = f"{STATE_FOLDER}/optimizer.safetensors"
 BESIDE_FILE = f"{STATE_FOLDER}/beside.safetensors"
 TRAINING_STATE_FILE = f"{STATE_FOLDER}/training_state.json"

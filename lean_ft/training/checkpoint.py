@@ -5,8 +5,8 @@
 
 import shutil
 from collections import UserDict
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from lean_ft.peft import adapter_bytes, adapter_parts, check_trained, has_adapte
 from lean_ft.system.random_state import RandomState
 from lean_ft.system.run_directory import (
     BESIDE_FILE,
+    EMA_FOLDER,
     OPTIMIZER_FILE,
     RANDOM_STATE_FILE,
     STATE_FOLDER,
@@ -45,13 +46,15 @@ def small_files_bytes(tokenizer: Tokenizer | None) -> int:
     return SMALL_FILES_BYTES + sum(file.stat().st_size for file in (tokenizer.files if tokenizer is not None else ()))
 
 
-def checkpoint_bytes(model: nn.Module, optimizer_state_bytes: int, tokenizer: Tokenizer | None) -> int:
-    """Upper bound of the size of a checkpoint on the disk, in bytes."""
+def checkpoint_bytes(
+    model: nn.Module, optimizer_state_bytes: int, tokenizer: Tokenizer | None, num_models: int = 1
+) -> int:
+    """Upper bound of the size of a checkpoint on the disk, in bytes. num_models: 2 with averaged weights."""
     if has_adapter(model):
         weights = adapter_bytes(model)
     else:
         weights = sum(whole_numel(p) * p.element_size() for p in model.parameters()) + drafting_bytes(source_of(model))
-    return weights + optimizer_state_bytes + small_files_bytes(tokenizer)
+    return num_models * (weights + small_files_bytes(tokenizer)) + optimizer_state_bytes
 
 
 def free_bytes(directory: Path) -> int:
@@ -68,6 +71,9 @@ class CheckpointState(NamedTuple):
     """Weights of a module that trains besides the model."""
     weights: Mapping[str, Part] | None = None
     """Copies of the parts from `weight_parts`; None: the model's own."""
+    averages: Callable[[], AbstractContextManager[Mapping[str, Part] | None]] | None = None
+    """Makes the context in which the averaged weights are written: copies of them, or None where the model has them.
+    None: there are no averages."""
 
 
 def write_checkpoint(
@@ -79,10 +85,12 @@ def write_checkpoint(
     rank if the disk has too little room (nothing is written then) or a file cannot be written.
     """
     final = directory / f"step_{step:08d}"
+    folders = ["."] if state.averages is None else [".", EMA_FOLDER]
     with ExitStack() as whole_or_not:
 
         def begin() -> Path:
-            needed = checkpoint_bytes(model, whole_bytes(state.optimizer) + whole_bytes(state.beside or {}), tokenizer)
+            state_bytes, num_models = whole_bytes(state.optimizer) + whole_bytes(state.beside or {}), len(folders)
+            needed = checkpoint_bytes(model, state_bytes, tokenizer, num_models)
             free = free_bytes(directory)
             if free < needed:
                 raise OSError(
@@ -93,7 +101,8 @@ def write_checkpoint(
             return folder
 
         def finish() -> None:
-            save_view(folder, tokenizer, state.training.get("settings", {}))
+            for name in folders:
+                save_view(folder / name, tokenizer, state.training.get("settings", {}))
             write_json(folder / TRAINING_STATE_FILE, state.training, indent=1, on_disk=True)
             write_json(folder / RANDOM_STATE_FILE, state.random, indent=1, on_disk=True)
             write_manifest(folder, step)
@@ -102,6 +111,9 @@ def write_checkpoint(
         folder = ranks.on_rank_zero(begin)
         save = save_adapter if has_adapter(model) else save_model
         save(model, folder, ranks=ranks, weights=state.weights)  # pyright: ignore[reportArgumentType]
+        if state.averages is not None:
+            with state.averages() as averages:
+                save(model, folder / EMA_FOLDER, ranks=ranks, weights=averages)  # pyright: ignore[reportArgumentType]
         write_file(folder / OPTIMIZER_FILE, state.optimizer, {}, ranks)
         if state.beside:
             write_file(folder / BESIDE_FILE, state.beside, {}, ranks)

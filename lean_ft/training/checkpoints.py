@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 import lean_ft
 from lean_ft.data import Batches
-from lean_ft.optim import Optimizer
+from lean_ft.optim import Optimizer, averaged_weights, has_averages
 from lean_ft.settings import RecipeConfig, recipe_name
 from lean_ft.system.log import say
 from lean_ft.system.random_state import RandomState, capture_random_state
@@ -122,7 +123,7 @@ class Checkpoints:
     def needed_bytes(self) -> int:
         """Upper bound of a checkpoint's size on the disk."""
         parts = self._optimizer.state_parts() | trained_parts(self._beside)
-        return checkpoint_bytes(self._model, whole_bytes(parts), self._tokenizer)
+        return checkpoint_bytes(self._model, whole_bytes(parts), self._tokenizer, 1 + has_averages(self._optimizer))
 
     def check_free_space(self, needed: int, start_step: int) -> None:
         """Raise ValueError if the disk has no room for one checkpoint; log a line if it has no room for all of them."""
@@ -210,10 +211,12 @@ class Checkpoints:
         weights, optimizer_state = weight_parts(self._model), self._optimizer.state_parts()
         in_background, beside = self._cfg.save_async and not wait, trained_parts(self._beside)
         if in_background:
-            trained = {local(p).untyped_storage().data_ptr() for p in self._model.parameters() if p.requires_grad}
-            weights, optimizer_state = host_copies(weights, trained), host_copies(optimizer_state)
+            weights, optimizer_state = host_copies(weights, self._trained_memory()), host_copies(optimizer_state)
             beside = host_copies(beside)
-        state = CheckpointState(self._training_state(done, place), place.random_state, optimizer_state, beside, weights)
+        averages = self._averages(in_background) if has_averages(self._optimizer) else None
+        state = CheckpointState(
+            self._training_state(done, place), place.random_state, optimizer_state, beside, weights, averages
+        )
         copied = f" (copied in {duration(time.perf_counter() - started)})" if in_background else ""
 
         def write() -> None:
@@ -236,6 +239,18 @@ class Checkpoints:
             write()
         self.saved_steps, self._ended_at = done, time.perf_counter()
         self._seconds = self._ended_at - started
+
+    def _averages(self, in_background: bool) -> Callable[[], AbstractContextManager[dict[str, Part] | None]]:
+        """Makes the context in which the averaged weights are written; `in_background` from copies made now."""
+        if not in_background:
+            return lambda: averaged_weights(self._optimizer, self._model)
+        with averaged_weights(self._optimizer, self._model):
+            copies = host_copies(weight_parts(self._model), self._trained_memory())
+        return lambda: nullcontext(copies)
+
+    def _trained_memory(self) -> set[int]:
+        """The addresses of the memory that training changes."""
+        return {local(p).untyped_storage().data_ptr() for p in self._model.parameters() if p.requires_grad}
 
     def remove_superseded(self, newest_step: int) -> None:
         """Delete the checkpoints up to `newest_step` that the settings do not keep.

@@ -35,8 +35,12 @@ FLOAT16 = ("model.dtype=float16", "data.validation_fraction=0.1", "eval_every=2"
 SAME_BITS = supported(
     {
         "random, recomputed": ("model.random_init=true", "save_async=true", "save_every=1", *RECOMPUTED),
-        "8 bits in backward": ("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16"),
-        "adapter and new rows": ("lora.rank=4", 'model.new_tokens=["e s"," of th"]', "data.shuffle=false"),
+        "8 bits in backward": (
+            *("optimizer.name=adamw_8bit", "optimizer.in_backward=true", "model.dtype=bfloat16", "optimizer.ema=0.9"),
+        ),
+        "adapter and new rows": (
+            *("lora.rank=4", 'model.new_tokens=["e s"," of th"]', "data.shuffle=false", "optimizer.ema=0.9"),
+        ),
         "float16, evaluated": FLOAT16,
         "mixture of experts": ("model.path=MIXTURE", "optimizer.in_backward=true"),
         "4-bit base": ("lora.rank=4", "lora.dora=true", "lora.quantize=nf4", "model.dtype=bfloat16"),

@@ -195,6 +195,7 @@ CASES = {
     "optimizer.stochastic_rounding": Case("true", "model.dtype=bfloat16"),
     "optimizer.weight_decay": Case("0.5"),
     "optimizer.eps": Case("0.1"),
+    "optimizer.ema": Case("0.5"),
     "optimizer.update_clipping": Case("true", "optimizer.betas=[0.9,0.95] optimizer.lr=1e-2 max_steps=4"),
     "optimizer.lr_ratios": Case("{mlp: 0.5}"),
     "schedule.name": Case("linear", "max_steps=3"),

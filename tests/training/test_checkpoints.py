@@ -3,11 +3,17 @@
 import threading
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from lean_ft.models import load_model
+from lean_ft.settings.text import load_config
 from lean_ft.system.run_directory import list_checkpoints
+from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training.bad_steps import TrainingFailed
 from lean_ft.training.checkpoints import kept_steps, most_checkpoints
 from lean_ft.training.length import Length
+from recipes import finetune
 from tests.training.test_checkpoint import flip_a_byte
 from tests.training.toy_runs import digests, metrics
 
@@ -92,7 +98,9 @@ def test_room_is_asked_for_what_is_kept_and_one_more(config, tmp_path):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("settings", [[], ["optimizer.in_backward=true", "optimizer.name=adamw_8bit"]], ids=str)
+@pytest.mark.parametrize(
+    "settings", [["optimizer.ema=0.9"], ["optimizer.in_backward=true", "optimizer.name=adamw_8bit"]], ids=str
+)
 def test_checkpoints_are_those_of_a_run_that_waits(settings, train_real, tmp_path):
     settings = [*settings, "save_every=1", "max_steps=4"]
     waited = train_real(tmp_path / "waited", *settings)
@@ -101,6 +109,31 @@ def test_checkpoints_are_those_of_a_run_that_waits(settings, train_real, tmp_pat
     for folder in list_checkpoints(waited):
         assert digests(run / folder.name) == digests(folder)
     assert metrics(run, timed=False) == metrics(waited, timed=False)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("dtype", "lora"), [("bfloat16", []), ("float32", ["lora.rank=4"])])
+def test_averaged_weights_are_a_folder_in_the_checkpoint(dtype, lora, inputs, tmp_path):
+    """The folder is read like any model's, and has the averages of the optimizer's state in the weights' dtype."""
+    settings = [f"model.dtype={dtype}", *lora, "optimizer.ema=0.9", "max_steps=3", "schedule.name=constant"]
+    settings += [f"model.path={inputs}", "model.random_init=true", f"data.source={inputs / 'rows.jsonl'}", "device=cpu"]
+    finetune.main(load_config(finetune.Config, None, [*settings, f"output_dir={tmp_path / 'run'}"]))
+    checkpoint = tmp_path / "run" / "step_00000003"
+    averages = load_file(checkpoint / "training_state" / "optimizer.safetensors")
+    averages = {name.removesuffix(".ema"): value for name, value in averages.items() if name.endswith(".ema")}
+    if lora:
+        saved = load_file(checkpoint / "ema" / "adapter_model.safetensors")
+        saved = {name.removeprefix("base_model.model."): value for name, value in saved.items()}
+        for name, value in averages.items():
+            assert torch.equal(saved[f"{name}.weight"], value)
+        assert len(saved) == len(averages)
+        return
+    model = load_model(checkpoint / "ema", dtype=torch.bfloat16)
+    last = dict(load_model(checkpoint, dtype=torch.bfloat16).named_parameters())
+    for name, param in model.named_parameters():
+        assert torch.equal(param, averages[name].bfloat16())
+    assert any(not torch.equal(param, last[name]) for name, param in model.named_parameters())
+    assert load_tokenizer(checkpoint / "ema").encode("a") == load_tokenizer(checkpoint).encode("a")
 
 
 def test_training_goes_on_meanwhile_and_the_last_save_waits(config, recipe, monkeypatch, tmp_path):

@@ -27,9 +27,9 @@ RULES = ("adamw", "adamw_8bit", "adafactor", "sgd")
             if (rule, in_backward) != ("adamw_8bit", "true")
         ),
         ["optimizer.name=adamw", "clip_grad_norm=0.5"],
-        ["optimizer.name=adamw_8bit", "model.dtype=bfloat16", "optimizer.update_clipping=true"],
+        ["optimizer.name=adamw_8bit", "model.dtype=bfloat16", "optimizer.update_clipping=true", "optimizer.ema=0.9"],
         ["optimizer.name=adamw", "model.dtype=float16"],
-        ["optimizer.name=adamw", "save_async=true", "save_every=1", "keep_last=2"],
+        ["optimizer.name=adamw", "save_async=true", "save_every=1", "keep_last=2", "optimizer.ema=0.9"],
         ["optimizer.name=sgd", "optimizer.momentum=0.9", "memory.activation_checkpointing=full"],
         ["optimizer.name=adamw", "neftune_alpha=5", "freeze=[embed_tokens]"],
     ],
