@@ -18,7 +18,7 @@ from lean_ft.frozen.teacher_cache import TeacherCache, read_about, tokens_of
 from lean_ft.losses import Teacher, TeacherStates, TopLogProbs
 from lean_ft.losses.linear_cross_entropy import select_targets
 from lean_ft.models import Decoder
-from lean_ft.optim import Optimizer
+from lean_ft.optim import Optimizer, averaged_weights
 from lean_ft.peft import adapter_off, quantize_as_loaded
 from lean_ft.settings import SELF, DataConfig, DistillConfig, LoRAConfig, ModelConfig, RecipeConfig
 from lean_ft.system.host_link import open_link
@@ -85,6 +85,7 @@ def self_teacher(cfg: RecipeConfig, model: Decoder, optimizer: Optimizer) -> Tea
         return None
     changed: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "adapter_off": lambda: adapter_off(model),
+        "ema": lambda: averaged_weights(optimizer, model),
         "current": nullcontext,
     }
     say("teacher", f"the student itself, {_WEIGHTS_OF_SELF[kind]}")
@@ -92,13 +93,18 @@ def self_teacher(cfg: RecipeConfig, model: Decoder, optimizer: Optimizer) -> Tea
 
     def ask(batch: Batch) -> TeacherStates:
         with evaluating(model), changed[kind](), arithmetic:
-            return states_of(model, batch)
+            states = states_of(model, batch)
+            if kind == "ema" and model.output_weight.requires_grad:
+                # The loss reads it when the model has its own weights again.
+                return states._replace(weight=states.weight.clone())
+            return states
 
     return ask
 
 
 _WEIGHTS_OF_SELF = {
     "adapter_off": "without its adapter: no memory",
+    "ema": "with the averages of its weights (optimizer.ema): a copy of the output layer during a step",
     "current": "with the weights that train: no memory",
 }
 

@@ -328,12 +328,15 @@ CONFLICTS = [
     ),
     Conflict(
         lambda recipe, distill: (
-            distill.kind_of_self(has_adapter=True) == "adapter_off"
-            and distill.teacher_kind == "adapter_off"
-            and recipe.group(LoRAConfig) is None
+            distill.teacher_kind == "adapter_off" and recipe.group(LoRAConfig) is None
         ),
         "distill.teacher_kind=adapter_off needs an adapter, but lora is null: training changes all parameters of the "
         "model. Set distill.teacher_kind=model, or turn lora on.",
+    ),
+    Conflict(
+        lambda distill, optimizer: distill.teacher_kind == "ema" and optimizer.ema is None,
+        "distill.teacher_kind=ema needs averages of the weights, and optimizer.ema is null. Set optimizer.ema, such as "
+        "0.99, or another distill.teacher_kind.",
     ),
     Conflict(
         lambda distill, taught_data: distill.cached is not None and taught_data.has_context,

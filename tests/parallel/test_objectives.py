@@ -48,6 +48,8 @@ SAME_BITS: dict[str, tuple[str, ...]] = {
     "distill, replicas": (*TEACHER, "distill.divergence=jsd", "parallel.replicate=2"),
     "distill, adapter and 4 bits": (*TEACHER, "distill.teacher_dtype=nf4", "lora.rank=4"),
     "distill, itself": (*ITSELF, *HELD_OUT, "data.packing=padding_free"),
+    "distill, its averages": (*ITSELF, "distill.teacher_kind=ema", "optimizer.ema=0.5", "optimizer.in_backward=true"),
+    "distill, its averaged adapter": (*ITSELF, "distill.teacher_kind=ema", "optimizer.ema=0.5", "lora.rank=4"),
     "distill, its copy": (*ITSELF, "distill.teacher_kind=model", "distill.divergence=jsd", "data.packing=bfd"),
     "distill, its base": (*ITSELF, *HELD_OUT, "lora.rank=4", "memory.activation_checkpointing=full"),
     "distill, itself, on policy": (*ITSELF, "distill.on_policy=1", "generation.max_new_tokens=8", "lora.rank=4"),

@@ -95,6 +95,7 @@ LORA = ("lora.rank=4", "lora.dropout=0.1")
 # The teacher's prompts have an answer or a chat of another row.
 ITSELF = ("data.source=TMP/contexts.jsonl", "data.columns.context=context", "data.max_teacher_length=160")
 ITSELF += ("distill.teacher=self", "epochs=3")
+AVERAGED = ("distill.teacher_kind=ema", "optimizer.ema=0.8")
 CACHED, SECOND, OFF = ("reference.kind=cached",), ("reference.kind=model",), ("reference.kind=adapter_off", *LORA)
 BFD, PADDING_FREE = "data.packing=bfd", "data.packing=padding_free"
 FULL, BFLOAT16, FLOAT16 = "memory.activation_checkpointing=full", "model.dtype=bfloat16", "model.dtype=float16"
@@ -242,6 +243,9 @@ RUNS: dict[str, list[Run]] = {
         ),
         Run((*ITSELF, *LORA, "distill.on_policy=0.5", "generation.max_new_tokens=6"), stops=(3,)),
         Run((*ITSELF, *LEAN[:1], BFD, "distill.teacher_kind=current"), stops=(2,)),
+        Run((*ITSELF, *AVERAGED, "distill.on_policy=0.5", "generation.max_new_tokens=6"), stops=(3,)),
+        Run((*ITSELF, *AVERAGED, *LORA, *LEAN[:1]), stops=(2,)),
+        Run((*ITSELF, *AVERAGED, *ALL_ROWS), equals=(Equal((*THREE, *LEAN), 2e-4, LOSS), Equal((BFD,), 2e-4))),
         Run(
             (*ITSELF, *ALL_ROWS),
             equals=(

@@ -196,6 +196,34 @@ def test_the_weights_that_train_teach_with_the_context_alone(train: Train) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("more", [(), ("lora.rank=4",), ("optimizer.in_backward=true", "batch_size=2")], ids=str)
+def test_averages_teach(train: Train, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Each step's loss is TRL's for the weights of the checkpoint before it, taught by the averages in its folder."""
+    from peft import PeftModel
+
+    rows = own_rows(tmp_path)
+    settings = ("data.source=TMP/rows.jsonl", "optimizer.lr=1e-3", "schedule.name=constant", "batch_size=4", *more)
+    settings = (*settings, "distill.teacher_kind=ema", "optimizer.ema=0.5", "max_steps=4", "save_every=1")
+    lines = train(*settings, "keep_last=9")
+    config = config_of("distill", *OWN, *(one.replace("TMP", str(tmp_path)) for one in settings))
+    batches, _ = prepare_batches(config.data, load_tokenizer(MODEL), batch_size=config.batch_size, seed=config.seed)
+
+    def loaded(folder: Path) -> Any:
+        if "lora.rank=4" not in more:
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(resolve_model_path(MODEL), dtype=torch.float32)
+        return PeftModel.from_pretrained(base, folder).merge_and_unload()
+
+    assert len(rows) == 12
+    for step, line in enumerate(lines):
+        (batch,) = batches.take(1)
+        if step:
+            before = tmp_path / "run" / f"step_{step:08d}"
+            loss = trl_loss(trl_trainer(loaded(before), 0.0), loaded(before / "ema"), list(sides(batch)))
+            assert line["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.long
 def test_another_model_reads_the_context_too(train: Train) -> None:
     """The teacher in a second folder is the student's model, so it equals the copy; on policy too."""
     for more in ((), ("distill.on_policy=1", "generation.max_new_tokens=8")):

@@ -247,7 +247,7 @@ CASES = {
     "distill.on_policy": Case("1"),
     "distill.teacher_kind": Case("current", f"{ITSELF} optimizer.lr=1e-2 max_steps=3"),
     "data.context_template": Case("'{prompt} {context}'", ITSELF),
-    "data.max_teacher_length": Case("36", f"{ITSELF} data.max_length=32"),
+    "data.max_teacher_length": Case("45", f"{ITSELF} data.max_length=40"),
     "generation.eval_temperature": Case("0"),
     "generation.max_new_tokens": Case("3"),
     "generation.top_k": Case("1"),

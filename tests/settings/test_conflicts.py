@@ -78,6 +78,7 @@ REFUSED = [
         f"{ITSELF} distill.teacher_kind=adapter_off",
         "distill.teacher_kind=adapter_off needs an adapter, but lora is null",
     ),
+    ("distill", f"{ITSELF} distill.teacher_kind=ema", "needs averages of the weights, and optimizer.ema is null"),
     (
         "distill",
         "distill.teacher=null distill.cached=x data.columns.context=c",
