@@ -1,5 +1,5 @@
-"""Make everything in lean_ft/assets/tiny-tools: questions on numbers, calls of a calculator, tokenizer and a small model
-that seldom calls it.
+"""Make everything in lean_ft/assets/tiny-tools: questions on numbers, calls of a calculator, tokenizer and a small
+model that seldom calls it.
 
     python scripts/make_tiny_tools.py                 # all of it
     python scripts/make_tiny_tools.py --only data     # only the rows; or `tokenizer`, `model`

@@ -14,7 +14,6 @@ from lean_ft.cli.arguments import Debug, Overrides, Preset, Recipe, load_run
 from lean_ft.hub.download import find_cached
 from lean_ft.hub.paths import repository_name, resolve_data_path
 from lean_ft.settings import (
-    models_of,
     AnswersConfig,
     DataConfig,
     DataSource,
@@ -25,6 +24,7 @@ from lean_ft.settings import (
     PromptDataConfig,
     RecipeConfig,
     ValueConfig,
+    models_of,
 )
 from lean_ft.settings.text import dump, dump_chosen
 from lean_ft.system.catalog import is_shipped

@@ -82,7 +82,7 @@ class ContextReader(sft.SFTReader):
         if not student.trained[1:].any():
             report.drop("nothing to train on")
             return []
-        limits = {"": self.config.max_length, ", with its context": self.config.longest_of_teacher}
+        limits = {"": self.config.max_length, ", with its context": self.config.teacher_tokens}
         for (which, limit), document in zip(limits.items(), documents, strict=True):
             if self.config.longest is not None and len(document) > limit:
                 if self.config.overflow == "raise":
@@ -220,7 +220,7 @@ class Contexts(Objective):
     recipe = "distill"
 
     def of(self, config: TaughtDataConfig) -> Objective:
-        return replace(self, longest=config.longest_of_teacher) if config.has_context else sft.OBJECTIVE
+        return replace(self, longest=config.teacher_tokens) if config.has_context else sft.OBJECTIVE
 
     def token_fields(self, columns: Columns, placed: Placed, epoch: int) -> dict[str, Any]:
         from lean_ft.data.collate import batch_of  # loads torch

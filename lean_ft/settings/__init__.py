@@ -26,16 +26,16 @@ from lean_ft.settings.data import (
     RewardDataConfig,
     RowsConfig,
     SFTDataConfig,
-    TaughtDataConfig,
     Sources,
+    TaughtDataConfig,
     UnpairedDataConfig,
 )
 from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
-    ClassificationLossConfig,
     SELF,
+    ClassificationLossConfig,
     DistillConfig,
     LossConfig,
     PolicyLossConfig,
@@ -71,11 +71,11 @@ from lean_ft.settings.run import (
 )
 
 __all__ = [
-    "SELF",
     "LOGGER_PACKAGES",
     "MUON_MOMENTUM",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
+    "SELF",
     "AnswerDataConfig",
     "AnswersConfig",
     "AskConfig",
@@ -122,12 +122,12 @@ __all__ = [
     "RewardLossConfig",
     "RowsConfig",
     "SFTDataConfig",
-    "TaughtDataConfig",
     "SamplingConfig",
     "ScheduleConfig",
     "ScoreLossConfig",
     "Settings",
     "Sources",
+    "TaughtDataConfig",
     "ToolsConfig",
     "TowerMode",
     "TrainingConfig",

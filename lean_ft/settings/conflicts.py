@@ -327,11 +327,16 @@ CONFLICTS = [
         "teacher_kind than current.",
     ),
     Conflict(
-        lambda recipe, distill: (
-            distill.teacher_kind == "adapter_off" and recipe.group(LoRAConfig) is None
-        ),
+        lambda recipe, distill: distill.teacher_kind == "adapter_off" and recipe.group(LoRAConfig) is None,
         "distill.teacher_kind=adapter_off needs an adapter, but lora is null: training changes all parameters of the "
         "model. Set distill.teacher_kind=model, or turn lora on.",
+    ),
+    Conflict(
+        lambda recipe, model, distill: (
+            model.random_init and distill.kind_of_self(has_adapter=recipe.group(LoRAConfig) is not None) == "model"
+        ),
+        "model.random_init=true draws the weights, and the second model of distill.teacher=self would have others. Set "
+        "distill.teacher_kind=ema or current, or remove model.random_init.",
     ),
     Conflict(
         lambda distill, optimizer: distill.teacher_kind == "ema" and optimizer.ema is None,

@@ -296,7 +296,7 @@ class TaughtDataConfig(SFTDataConfig):
         return any("context" in names for names in (self.columns, *columns) if names)
 
     @property
-    def longest_of_teacher(self) -> int:
+    def teacher_tokens(self) -> int:
         """Maximum tokens of the teacher's sequence."""
         return self.max_teacher_length or self.max_length
 

@@ -85,17 +85,21 @@ def test_a_context_stands_in_the_teachers_prompt_alone(render, row, settings, ex
     assert student == chatml(*((("system", system),) if system else ()), *history, *LAST)
     assert trained == "a<|im_end|>"
     assert report.target_tokens == 2
-    assert report.notes == {"tokens of the teacher's sequences": len(teacher.replace("<|im_start|>", "1").replace("<|im_end|>", "1"))}
+    num_tokens = len(teacher.replace("<|im_start|>", "1").replace("<|im_end|>", "1"))
+    assert report.notes == {"tokens of the teacher's sequences": num_tokens}
 
 
 def test_every_answer_of_a_chat_is_taught(render) -> None:
     chat = [said("system", "s"), said("user", "q"), said("assistant", "a"), said("user", "r"), said("assistant", "b")]
     ((_, teacher, trained),), _ = render({"messages": chat, "context": DEMONSTRATION})
     assert trained == "a<|im_end|>b<|im_end|>"
-    assert teacher == chatml(("system", "s"), ("user", "x"), ("assistant", "y"), *((m["role"], m["content"]) for m in chat[1:]))
+    following = [(message["role"], message["content"]) for message in chat[1:]]
+    assert teacher == chatml(("system", "s"), ("user", "x"), ("assistant", "y"), *following)
 
 
-@pytest.mark.parametrize(("settings", "prompt"), [({}, "c\n\nq"), ({"context_template": "{prompt} ({context})"}, "q (c)")])
+@pytest.mark.parametrize(
+    ("settings", "prompt"), [({}, "c\n\nq"), ({"context_template": "{prompt} ({context})"}, "q (c)")]
+)
 def test_a_context_stands_in_a_plain_prompt(render, settings, prompt) -> None:
     ((student, teacher, trained),), report = render(
         {"prompt": "q", "completion": "a", "context": "c"}, chat=False, separator=" ", **settings
@@ -127,7 +131,7 @@ def test_what_is_no_context_is_a_bad_row(render, context, message) -> None:
 
 def test_rows_that_have_no_place_for_a_context_are_refused(render) -> None:
     row = {"prompt": "q", "completion": "a"}
-    with pytest.raises(ValueError, match=r"data.columns.context=context: .*line 1 and the next rows have no column `context`"):
+    with pytest.raises(ValueError, match=r"data.columns.context=context: .*rows have no column `context`"):
         render(row)
     with pytest.raises(ValueError, match="which needs a chat template"):
         render(row | {"context": DEMONSTRATION}, chat=False)
@@ -182,7 +186,8 @@ def test_a_row_is_dropped_and_never_cut(render) -> None:
 def test_without_a_context_rows_are_those_of_finetune(tmp_path, chat_tokenizer) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "q", "completion": "a", "context": "c"}))
     given = {"source": str(tmp_path / "rows.jsonl")}
-    taught, sft = (prepare_batches(kind(**given), chat_tokenizer, 1, 0)[0] for kind in (TaughtDataConfig, SFTDataConfig))
+    kinds = (TaughtDataConfig, SFTDataConfig)
+    taught, sft = (prepare_batches(kind(**given), chat_tokenizer, 1, 0)[0] for kind in kinds)
     assert taught.fingerprint == sft.fingerprint
     (ours,), (theirs,) = taught.take(1), sft.take(1)
     assert ours.for_teacher is ours.built and (ours.input_ids == theirs.input_ids).all()

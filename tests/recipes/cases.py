@@ -447,8 +447,8 @@ REFUSED: dict[str, dict[Settings, str]] = {
         (*STUDENT, "distill.on_policy=1.5"): "<= 1",
         (*STUDENT, "distill.teacher_kind=model"): "teacher_kind=model chooses the weights of teacher=self",
         ("distill.teacher=self", "distill.teacher_kind=base"): "adapter_off",
-        (*ITSELF[1:], "data.columns.context=who"): "data.columns.context=who: .* have no column `who`; they have messages",
-        (*ITSELF, "distill.teacher_kind=current", "distill.teacher_dtype=nf4"): "and with teacher_kind=current there is",
+        (*ITSELF[1:], "data.columns.context=who"): "columns.context=who: .* have no column `who`; they have messages",
+        (*ITSELF, "distill.teacher_kind=current", "distill.teacher_dtype=nf4"): "with teacher_kind=current there is",
         (
             "distill.teacher=self",
             "distill.teacher_kind=current",

@@ -1,4 +1,4 @@
-"""distill with teacher=self: TRL's SDFT losses, kinds of teachers, on-policy steps, plans and settings that do not fit."""
+"""distill with teacher=self: the losses of TRL's SDFT, kinds of teachers, on-policy steps, plans, the preset."""
 
 import json
 from collections import defaultdict
@@ -16,7 +16,7 @@ from lean_ft.hub.paths import resolve_data_path, resolve_model_path
 from lean_ft.models import load_model
 from lean_ft.settings import TaughtDataConfig
 from lean_ft.tokenizers import load_tokenizer
-from tests.recipes.conftest import Train, config_of, planned, run_recipe, update
+from tests.recipes.conftest import Train, config_of, planned, update
 
 RECIPE = "distill"
 MODEL = "tiny-tools"
@@ -119,7 +119,7 @@ def test_steps_equal_trls_sdft(train: Train, tmp_path: Path, alpha: float, packi
         pytest.skip("one divergence is enough")
     own_rows(tmp_path)
     settings = ("data.source=TMP/rows.jsonl", f"data.packing={packing}", *ALPHAS[alpha], "max_steps=3", "batch_size=4")
-    settings = (*settings, "schedule.name=constant", "optimizer.name=sgd", "optimizer.lr=1e-3", "optimizer.weight_decay=0")
+    settings += ("schedule.name=constant", "optimizer.name=sgd", "optimizer.lr=1e-3", "optimizer.weight_decay=0")
     lines = train(*settings)
     config = config_of("distill", *OWN, *(one.replace("TMP", str(tmp_path)) for one in settings))
     batches, _ = prepare_batches(config.data, load_tokenizer(MODEL), batch_size=4, seed=config.seed)

@@ -78,6 +78,7 @@ REFUSED = [
         f"{ITSELF} distill.teacher_kind=adapter_off",
         "distill.teacher_kind=adapter_off needs an adapter, but lora is null",
     ),
+    ("distill", f"{ITSELF} model.random_init=true", "the second model of distill.teacher=self would have others"),
     ("distill", f"{ITSELF} distill.teacher_kind=ema", "needs averages of the weights, and optimizer.ema is null"),
     (
         "distill",
