@@ -132,7 +132,7 @@ class ContextReader(sft.SFTReader):
         untrained |= {i for i, message in enumerate(before) if message["role"] == "assistant"}
         return Chat([*before, *rest], frozenset(untrained))
 
-    def _plain_prompt(self, context: Context, prompt: Any) -> str:
+    def _plain_prompt(self, context: Context, prompt: object) -> str:
         """Return the teacher's prompt of plain text."""
         if not isinstance(context, str):
             raise ValueError(
@@ -147,7 +147,7 @@ class ContextReader(sft.SFTReader):
         return {name: value for name, value in fields.items() if name not in names} | {form.prompts[0][0]: prompt}
 
 
-def read_context(value: Any) -> Context:
+def read_context(value: object) -> Context:
     """Return a row's context: a text, or messages. JSON texts of a list of objects are messages, as in CSV files.
 
     Raises ValueError for an empty context, or another value.

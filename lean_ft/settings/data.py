@@ -350,11 +350,12 @@ class TaughtDataConfig(SFTDataConfig):
 def check_context_template(template: str) -> None:
     """Raise ValueError unless the template has {context} and {prompt}, and no other field."""
     try:
-        names = [name for _, name, form, conversion in Formatter().parse(template) if name is not None]
-        is_plain = all(not (form or conversion) for _, name, form, conversion in Formatter().parse(template) if name)
+        fields = [field for field in Formatter().parse(template) if field[1] is not None]
     except ValueError as error:
         raise ValueError(f"context_template={template!r} cannot be read: {error}. Write {{{{ for a brace.") from None
-    if sorted(set(names)) != ["context", "prompt"] or not is_plain:
+    names = [field[1] for field in fields]
+    is_plain = not any(field[2] or field[3] for field in fields)
+    if {*names} != {"context", "prompt"} or not is_plain:
         found = ", ".join(f"{{{name}}}" for name in names) or "no field"
         raise ValueError(
             f"context_template={template!r} has {found}; expected {{context}} and {{prompt}}, such as "
