@@ -340,7 +340,7 @@ class DistillConfig(Settings):
     teacher: Name | None = None
     """The frozen teacher model, given like model.path. Family and size are free; the tokenizer must be the
     student's. `self` is the student, which reads the context of data.columns.context as the teacher."""
-    teacher_kind: Literal["auto"] | SelfKind = "auto"
+    teacher_kind: Literal["auto", "adapter_off", "model", "ema", "current"] = "auto"
     """With teacher=self: the weights that teach. `adapter_off`: the model without its adapter. `model`: a second copy
     of the model before training, in memory. `ema`: the averages of optimizer.ema. `current`: those that train. `auto`:
     adapter_off for an adapter, unless teacher_dtype or teacher_streamed is set, else model."""
@@ -386,6 +386,10 @@ class DistillConfig(Settings):
             raise ValueError(
                 "expected one of teacher=MODEL and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` "
                 f"writes; found {'neither' if self.cached is None else 'both'}."
+            )
+        if self.teacher != SELF and (self.teacher or "").lower() == SELF:
+            raise ValueError(
+                f"teacher={self.teacher}: did you mean {SELF}, the student? Write ./{self.teacher} for a folder."
             )
         if self.teacher_kind != "auto" and self.teacher != SELF:
             raise ValueError(

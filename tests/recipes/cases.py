@@ -445,6 +445,7 @@ REFUSED: dict[str, dict[Settings, str]] = {
         (*STUDENT, "distill.cross_entropy_weight=1"): "gives the teacher no weight",
         (*STUDENT, "distill.temperature=0"): "> 0",
         (*STUDENT, "distill.on_policy=1.5"): "<= 1",
+        ("distill.teacher=Self",): "teacher=Self: did you mean self, the student",
         (*STUDENT, "distill.teacher_kind=model"): "teacher_kind=model chooses the weights of teacher=self",
         ("distill.teacher=self", "distill.teacher_kind=base"): "adapter_off",
         (*ITSELF[1:], "data.columns.context=who"): "columns.context=who: .* have no column `who`; they have messages",
