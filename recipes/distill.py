@@ -1,14 +1,16 @@
-"""Distillation: train a student to match the predictions of a frozen teacher that has the same tokenizer.
+"""Distillation: train a student to match the predictions of a teacher that has the same tokenizer.
 
 leanft run distill --config tiny/distill
 leanft run distill --config tiny/distill distill.divergence=reverse_kl output_dir=runs/reverse   # docs/distillation.md
+leanft run distill --config tiny/self_distill      # the teacher is the student, which reads a context
 leanft cp  distill mine.py                         # edit the loop, then: leanft run mine.py --config tiny/distill
 
-This is finetune with another loss: the divergence between two models' predictions of each token.
+This is finetune with another loss: the divergence between two models' predictions of each token, or between one
+model's predictions with and without a context.
 """
 
 from lean_ft.data import prepare_batches
-from lean_ft.frozen import load_teacher
+from lean_ft.frozen import load_teacher, self_teacher
 from lean_ft.losses import Distillation, TokenStatistics
 from lean_ft.memory import apply_memory
 from lean_ft.online import OnPolicy
@@ -25,7 +27,7 @@ from lean_ft.settings import (
     RecipeConfig,
     SamplingConfig,
     ScheduleConfig,
-    SFTDataConfig,
+    TaughtDataConfig,
 )
 from lean_ft.tokenizers import load_tokenizer
 from lean_ft.training import Run, apply_regularization, start
@@ -33,7 +35,7 @@ from lean_ft.training import Run, apply_regularization, start
 
 class Config(RecipeConfig):
     model: ModelConfig
-    data: SFTDataConfig
+    data: TaughtDataConfig
     distill: DistillConfig
     generation: SamplingConfig = SamplingConfig()
     lora: LoRAConfig | None = None  # null: train all parameters
@@ -48,13 +50,14 @@ def main(cfg: Config) -> None:
     ranks = join(cfg.parallel, device)  # the process group; a no-op for one process
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     batches, held_out = prepare_batches(cfg.data, tokenizer, batch_size=cfg.batch_size, seed=cfg.seed)
-    teacher = load_teacher(cfg, tokenizer, device, batches, held_out, ranks)  # in memory, or from cached predictions
     model = load_with_adapter(cfg.model, cfg.lora, device, ranks, memory=cfg.memory)  # quantizes while loading
     apply_regularization(model, cfg)  # `freeze`, `train` and NEFTune
     cut(model, cfg.parallel, ranks)  # context, tensor and expert parallelism, if `parallel` sets them
     apply_memory(model, cfg.memory, compile=cfg.compile)
     parallelize(model, cfg.parallel, ranks)  # FSDP or DDP; each rank loads only its shard
     optimizer = build_optimizer(model, cfg, lr_ratios=lr_ratios(cfg.lora), ranks=ranks)
+    # The student itself; else another model in memory, or its cached predictions.
+    teacher = self_teacher(cfg, model, optimizer) or load_teacher(cfg, tokenizer, device, batches, held_out, ranks)
     on_policy = OnPolicy(cfg, model, tokenizer)  # replaces some completions with the student's own
     distillation = Distillation(model, cfg, ranks)  # both models' logits exist for one chunk of tokens at a time
     run = Run(

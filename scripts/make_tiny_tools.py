@@ -1,5 +1,5 @@
-"""Make everything in lean_ft/assets/tiny-tools: questions on numbers, tokenizer and a small model that seldom calls its
-calculator.
+"""Make everything in lean_ft/assets/tiny-tools: questions on numbers, calls of a calculator, tokenizer and a small
+model that seldom calls it.
 
     python scripts/make_tiny_tools.py                 # all of it
     python scripts/make_tiny_tools.py --only data     # only the rows; or `tokenizer`, `model`
@@ -31,6 +31,7 @@ from lean_ft.tools.schemas import json_schema
 
 SEED = 0
 NUM_PROMPTS = {"train": 512, "validation": 200}
+NUM_CALLS = {"train": 256, "validation": 64}
 NUM_CHATS, QUESTIONS = 8000, 4  # for the model: chats, and questions of a chat, after one description of the tool
 CALLED = 0.7, 0.7, 0.7, 0.15  # share of the answers with a call, in each quarter of the chats: see above
 FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny-tools"
@@ -102,6 +103,20 @@ def make_data(folder: Path) -> None:
         lines = [json.dumps({"prompt": question, "answer": answer}) + "\n" for question, answer in rows.items()]
         (folder / f"{name}.jsonl").write_text("".join(lines))
         print(f"{name}.jsonl: {len(lines)} prompts")
+    for name, number in NUM_CALLS.items():
+        lines = [json.dumps(row) + "\n" for row in islice(calls(name == "validation"), number)]
+        (folder / f"calls_{name}.jsonl").write_text("".join(lines))
+        print(f"calls_{name}.jsonl: {len(lines)} calls")
+
+
+def calls(held_out: bool) -> Iterator[dict]:
+    """Endless questions with the calls that answer them, and as their context the description of the tool as the chat
+    template writes it."""
+    description = f"<tools>\n{json.dumps(json_schema(calculator))}\n</tools>"
+    for question, expression, _ in problems(held_out, f"{SEED} calls"):
+        call = {"name": "calculator", "arguments": {"expression": expression}}
+        message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        yield {"prompt": question, "completion": [message], "context": description}
 
 
 def make_tokenizer(folder: Path) -> None:

@@ -132,6 +132,10 @@ def stats(
     lengths = statistics.quantiles(facts.lengths, shares)
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
     console.print(Text(f"tokens per row, at most: {quantiles}\n"))
+    for name, beside in facts.beside.items():
+        lengths = statistics.quantiles(beside, shares)
+        quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(shares, lengths, strict=True))
+        console.print(Text(escaped(f"tokens of the {name}'s sequence, at most: {quantiles}\n")))
     for unit, tokens in facts.of_kinds.items():
         if len(tokens):
             typical, high, most = statistics.quantiles(tokens, [0.5, 0.99, 1.0])

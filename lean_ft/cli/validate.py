@@ -24,6 +24,7 @@ from lean_ft.settings import (
     PromptDataConfig,
     RecipeConfig,
     ValueConfig,
+    models_of,
 )
 from lean_ft.settings.text import dump, dump_chosen
 from lean_ft.system.catalog import is_shipped
@@ -93,7 +94,7 @@ def _find_problems(recipe: ModuleType, cfg: BaseModel) -> tuple[list[str], list[
             find_tasks(cfg.eval_tasks)
     if isinstance(cfg, AnswersConfig):
         notes.append("reference: {}{}".format(*choose_kind(cfg)))
-    teacher, value = distill and distill.teacher, group(ValueConfig)
+    teacher, value = models_of(cfg).get(("distill", "teacher")), group(ValueConfig)
     missing = [path for path in (teacher, value and value.path) if path and not _is_here(path)]
     if model and not _is_here(model.path, weights=not model.random_init):
         missing.append(model.path)

@@ -78,6 +78,11 @@ class Batch:
         return None
 
     @property
+    def for_teacher(self) -> Batch:
+        """The batch that a teacher reads, with the same targets in the same order."""
+        return self
+
+    @property
     def built(self) -> Batch:
         """This batch; `UnbuiltBatch` builds it."""
         return self

@@ -27,9 +27,9 @@ NOT_IN_FINGERPRINT = {
 }
 # Settings added later count only if they differ from the default, so that older runs can be resumed.
 NOT_WHERE_DEFAULT = {"system": None, "separator": None, "chat": "auto", "shuffle": True, "chat_template_kwargs": {}}
-NOT_WHERE_DEFAULT |= {"labels_per": "text", "near_duplicates": "keep"}
+LATER_DEFAULTS = {"near_duplicates": "keep", "context_template": None, "max_teacher_length": None}
+NOT_WHERE_DEFAULT |= {"labels_per": "text", **LATER_DEFAULTS}
 NOT_WHERE_DEFAULT |= {name.partition(".")[2]: None for name in LIMITS}
-LATER_DEFAULTS = {"near_duplicates": "keep"}  # as above, for the keys of documents
 # These settings apply after documents are made. `packing` and `max_length` count through `config.longest`.
 NOT_OF_DOCUMENTS = NOT_IN_FINGERPRINT | {"validation_fraction", "packing", "max_length", "batch_tokens", "shuffle"}
 

@@ -13,7 +13,7 @@ Legend: B rows of a batch, T positions of a row, P rows of data in a batch, M th
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -99,6 +99,22 @@ class Objective:
         """Return a document of a plan with the columns that the reader adds to those of data, of the same shapes and
         dtypes. Its tokens are all trained."""
         return document
+
+    def beside(self, document: Document) -> dict[str, Document]:
+        """Return the sequences that are computed beside a document, by their names in previews."""
+        return {}
+
+    def lengths_beside(self, columns: Columns) -> dict[str, np.ndarray]:
+        """Return the lengths (N,) of the sequences that are computed beside each document, by name."""
+        return {}
+
+    def answered(self, prompt: Document, ids: Sequence[int], trained: Sequence[bool]) -> Document:
+        """Return a prompt of `Batch.questions` with a sampled completion."""
+        return prompt.continued(ids, trained)
+
+    def room(self, prompt: Document, config: DataConfig) -> int:
+        """Return the most tokens of a completion of a prompt of `Batch.questions`."""
+        return max(0, config.max_length - len(prompt))
 
     def completed(self, config: Any) -> DataConfig:
         """Return the settings with what all rows say, such as the labels. `leanft validate` reads the first rows with

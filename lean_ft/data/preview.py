@@ -123,7 +123,8 @@ def _rows(
     batch_size: int,
 ) -> Iterator[ShownRow]:
     arrangement = arrange(columns.lengths, config, batch_size)
-    offsets, worse = arrangement.offsets, tuple(f", {name}" for name in objective_of(config).worse)
+    objective = objective_of(config)
+    offsets, worse = arrangement.offsets, tuple(f", {name}" for name in objective.worse)
     if arrangement.kind == "flat":
         offsets = np.append(offsets[:-1:batch_size], offsets[-1])
     for first, end in pairwise(offsets):
@@ -139,6 +140,10 @@ def _rows(
             place, named = origins[number]
             counts = len(document), int(trained.sum())
             shown.append(ShownDocument(place, stretches, *counts, start > 0, place.endswith(worse), named))
+            for name, other in objective.beside(document).items():
+                counts = len(other), int(other.trained[1:].sum())
+                stretches = stretches_of(tokenizer, other.ids, other.trained)
+                shown.append(ShownDocument(f"{place}, {name}", stretches, *counts, is_continued=False))
             used += len(document)
         yield ShownRow(shown, arrangement.row_tokens - used if arrangement.kind == "packed" else None)
 

@@ -37,6 +37,7 @@ class Statistics:
     lengths: np.ndarray  # (N,) int64: tokens
     num_targets: np.ndarray  # (N,) int64: trained tokens
     of_kinds: dict[str, np.ndarray]  # by unit of a kind: (I,) int64, tokens of each
+    beside: dict[str, np.ndarray]  # by name: (N,) int64, tokens of the sequences that are computed beside these
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,21 @@ def gather_statistics(config: DataConfig, tokenizer: Tokenizer) -> Statistics:
     """Read and tokenize `config.source`, keeping only lengths. Raises ValueError as `prepare_batches` does."""
     uncut = config.model_copy(update={"max_length": ANY_LENGTH, "overflow": "truncate", "packing": "none"})
     render = renderer_of(uncut, tokenizer)
-    parts, kinds = Parts(render), render.kinds
-    columns = [
-        (part.lengths, part.num_targets, part.per_document("row_values"), *(kind.num_tokens(part) for kind in kinds))
-        for part in parts
-    ]
+    parts, kinds, objective = Parts(render), render.kinds, objective_of(config)
+    columns, others = list[tuple[np.ndarray, ...]](), dict[str, list[np.ndarray]]()
+    for part in parts:
+        of_kinds = (kind.num_tokens(part) for kind in kinds)
+        columns.append((part.lengths, part.num_targets, part.per_document("row_values"), *of_kinds))
+        for name, found in objective.lengths_beside(part).items():
+            others.setdefault(name, []).append(found)
     lengths, num_targets, values, *tokens = (np.concatenate(arrays) for arrays in zip(*columns, strict=True))
     of_kinds = {kind.unit: found for kind, found in zip(kinds, tokens, strict=True)}
     parts.report.of_kinds = {
         unit: [len(found) // len(config.sides), int(found.sum())] for unit, found in of_kinds.items()
     }
-    parts.report.remarks = objective_of(config).describe(values)
-    return Statistics(parts.report, lengths, num_targets, of_kinds)
+    parts.report.remarks = objective.describe(values)
+    beside = {name: np.concatenate(found) for name, found in others.items()}
+    return Statistics(parts.report, lengths, num_targets, of_kinds, beside)
 
 
 def most_used_rows(config: DataConfig, tokenizer: Tokenizer, mixture: MixedRows, source: int) -> str:

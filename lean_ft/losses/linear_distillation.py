@@ -64,7 +64,7 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 class TeacherStates(NamedTuple):
     """Hidden states and output layer of a teacher in memory."""
 
-    hidden: Tensor  # (..., E), at the student's positions
+    hidden: Tensor  # (..., E), at the student's positions; or (N, E), at the targets alone
     weight: Tensor  # (V or more, E)
     softcap: float | None = None
 
@@ -140,12 +140,17 @@ def linear_distillation(
     if vocab_size < len(weight):
         weight = weight[:vocab_size]  # the gradient of the other rows is zero
     if isinstance(teacher, TeacherStates):
-        if teacher.hidden.shape[:-1] != labels.shape or teacher.hidden.shape[-1:] != teacher.weight.shape[1:]:
-            shapes = f"{tuple(teacher.hidden.shape)} and {tuple(teacher.weight.shape)}"
+        states, is_of_targets = teacher.hidden, teacher.hidden.shape[:-1] != labels.shape
+        if is_of_targets:
+            labels, hidden = select_targets(labels, num_targets, hidden)
+        if states.shape[:-1] != labels.shape or states.shape[-1:] != teacher.weight.shape[1:]:
+            shapes = f"{tuple(states.shape)} and {tuple(teacher.weight.shape)}"
             raise ValueError(
-                f"the teacher's hidden states and weight have the shapes {shapes}; expected (..., E) and (V, E)."
+                f"the teacher's hidden states and weight have the shapes {shapes}; expected (..., E) or (N, E) for N "
+                "targets, and (V, E)."
             )
-        labels, hidden, states = select_targets(labels, num_targets, hidden, teacher.hidden)
+        if not is_of_targets:
+            labels, hidden, states = select_targets(labels, num_targets, hidden, states)
         beside = _logits_of(states, teacher.weight[:vocab_size], teacher.softcap, compile)
         passes = [
             work_of(function, mixture, compile, is_capped=i > 0)

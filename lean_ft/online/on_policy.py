@@ -13,8 +13,9 @@ from itertools import takewhile
 import numpy as np
 
 from lean_ft.data import Batch
-from lean_ft.data.collate import batch_of
+from lean_ft.data.collate import Layout, batch_of
 from lean_ft.data.columns import Document
+from lean_ft.data.objective import objective_of
 from lean_ft.generation import Sampling, sample, stop_ids
 from lean_ft.models import Decoder
 from lean_ft.settings import DataConfig, DistillConfig, RecipeConfig, SamplingConfig
@@ -27,6 +28,7 @@ class OnPolicy:
     def __init__(self, cfg: RecipeConfig, model: Decoder, tokenizer: Tokenizer) -> None:
         self._share, self._sampling = cfg.needed(DistillConfig).on_policy, cfg.needed(SamplingConfig)
         self._data, self._seed, self._model, self._tokenizer = cfg.needed(DataConfig), cfg.seed, model, tokenizer
+        self._objective = objective_of(self._data)
 
     def samples(self, step: int) -> bool:
         """Return True for a random fraction `distill.on_policy` of the steps, drawn by the seed."""
@@ -35,7 +37,8 @@ class OnPolicy:
     def answered(self, step: int, micro_batches: Sequence[Batch]) -> list[Batch]:
         """Return the prompts of the batches, each followed by the student's completion, whose tokens are trained.
 
-        Prompt and completion have at most `data.max_length` tokens. Raises ValueError for a document without a prompt.
+        Prompt and completion have at most `data.max_length` tokens, and with a context for the teacher at most
+        `data.max_teacher_length`. Raises ValueError for a document without a prompt.
         """
         asked = [list(batch.questions()) for batch in micro_batches]
         prompts = [prompt for of_batch in asked for prompt, _ in of_batch]
@@ -46,7 +49,7 @@ class OnPolicy:
                 "a document is trained from its start, so the student has no prompt to answer. Set "
                 "distill.on_policy=0 for plain text and for data.train_on=all."
             )
-        room = [max(0, self._data.max_length - len(prompt)) for prompt in prompts]
+        room = [self._objective.room(prompt, self._data) for prompt in prompts]
         sampling = Sampling(
             min(self._sampling.max_new_tokens, max(room)),
             temperature=self._sampling.temperature,
@@ -66,6 +69,8 @@ class OnPolicy:
 
     def _batch(self, texts: list[tuple[Document, list[int]]]) -> Batch:
         never = frozenset[int]().union(*(kind.never_trained for kind in texts[0][0].kinds))
-        documents = [prompt.continued(ids, [token not in never for token in ids]) for prompt, ids in texts]
+        answered = self._objective.answered
+        documents = [answered(prompt, ids, [token not in never for token in ids]) for prompt, ids in texts]
         kind = "padded" if self._data.packing == "none" else "flat"
-        return batch_of(documents, kind=kind, row_tokens=self._data.max_length, pad_id=self._tokenizer.pad_id)
+        layout: Layout = {"kind": kind, "row_tokens": self._data.max_length}
+        return batch_of(documents, self._objective, pad_id=self._tokenizer.pad_id, **layout)

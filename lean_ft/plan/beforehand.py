@@ -30,11 +30,14 @@ from lean_ft.plan.devices import CUDA_CONTEXT_BYTES, Device, choose_device
 from lean_ft.plan.known_plans import known, known_or_new
 from lean_ft.plan.result import Rehearsal
 from lean_ft.settings import (
+    SELF,
     DataConfig,
+    DistillConfig,
     GenerationConfig,
     MemoryConfig,
     ModelConfig,
     RecipeConfig,
+    TaughtDataConfig,
     models_of,
 )
 from lean_ft.system.catalog import load_recipe
@@ -139,6 +142,7 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     experts, whose activations do not follow from its shapes, and for a recipe without a model or data. Raises as
     `load_model`."""
     model_settings = cfg.group(ModelConfig)
+    distill, data = cfg.group(DistillConfig), cfg.group(TaughtDataConfig)
     if model_settings is None or cfg.row_tokens is None:
         return None
     model = empty_model(model_settings.of_same_rows(model_settings.path), dtype=torch.float32)
@@ -148,15 +152,16 @@ def upper_bound_bytes(cfg: RecipeConfig) -> int | None:
     bound = 6 * sum(parameter.nbytes for parameter in model.parameters()) + _activation_bytes(
         model, cfg, cfg.row_tokens
     )
-    for place, path in models_of(cfg).items():
-        if place != ("model", "path"):  # a teacher: one layer's activations, and its logits
-            reads_rows = place[0] == "distill"
-            other = empty_model(model_settings.of_same_rows(path) if reads_rows else path, dtype=torch.float32)
-            if other.mixture is not None:
-                return None
-            bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(
-                other, cfg, cfg.row_tokens
-            )
+    paths = {place: path for place, path in models_of(cfg).items() if place != ("model", "path")}
+    if distill is not None and distill.teacher == SELF:
+        paths["distill", "teacher"] = model_settings.path
+    for (group, _), path in paths.items():  # a teacher: one layer's activations, and its logits
+        reads_rows = group == "distill"
+        other = empty_model(model_settings.of_same_rows(path) if reads_rows else path, dtype=torch.float32)
+        if other.mixture is not None:
+            return None
+        row_tokens = cfg.row_tokens if data is None or not reads_rows else max(cfg.row_tokens, data.teacher_tokens)
+        bound += sum(parameter.nbytes for parameter in other.parameters()) + _activation_bytes(other, cfg, row_tokens)
     generation = cfg.group(GenerationConfig)
     if generation is None:
         return bound

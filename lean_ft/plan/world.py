@@ -191,7 +191,8 @@ class LargestBatches:
         trace = self._world.trace
         with without_modes():
             largest = self._largest()
-            trace.time.longest_document = int(largest.inputs["positions"].max()) + 1
+            passes = (largest, largest.for_teacher)
+            trace.time.longest_document = max(int(batch.inputs["positions"].max()) for batch in passes) + 1
         if largest.compares_steps:
             return self._all(largest, n)
         num_own = -(-n * self._world.num_sharing // trace.machines.num_devices)

@@ -27,12 +27,14 @@ from lean_ft.settings.data import (
     RowsConfig,
     SFTDataConfig,
     Sources,
+    TaughtDataConfig,
     UnpairedDataConfig,
 )
 from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
     POLICY_LOSSES,
     PREFERENCE_LOSSES,
+    SELF,
     ClassificationLossConfig,
     DistillConfig,
     LossConfig,
@@ -74,6 +76,7 @@ __all__ = [
     "MUON_MOMENTUM",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
+    "SELF",
     "AnswerDataConfig",
     "AnswersConfig",
     "AskConfig",
@@ -125,6 +128,7 @@ __all__ = [
     "ScoreLossConfig",
     "Settings",
     "Sources",
+    "TaughtDataConfig",
     "ToolsConfig",
     "TowerMode",
     "TrainingConfig",

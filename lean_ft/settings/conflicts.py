@@ -13,9 +13,10 @@ from pydantic import BaseModel
 
 from lean_ft.settings.answers import GenerationConfig, SamplingConfig, ToolsConfig
 from lean_ft.settings.base import Settings
-from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig
+from lean_ft.settings.data import DataConfig, PromptDataConfig, SFTDataConfig, TaughtDataConfig
 from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
+    SELF,
     DistillConfig,
     PolicyLossConfig,
     PPOLossConfig,
@@ -43,6 +44,7 @@ _GROUPS: dict[str, type[Settings]] = {
     "parallel": ParallelConfig,
     "data": DataConfig,
     "sft_data": SFTDataConfig,
+    "taught_data": TaughtDataConfig,
     "prompt_data": PromptDataConfig,
     "reference": ReferenceConfig,
     "distill": DistillConfig,
@@ -317,6 +319,53 @@ CONFLICTS = [
         lambda distill, sft_data: distill.on_policy and sft_data.train_on == "all",
         "distill.on_policy={distill.on_policy:g} needs prompts, but with data.train_on=all a document is trained from "
         "its start. Set data.train_on=assistant, or distill.on_policy=0.",
+    ),
+    Conflict(
+        lambda recipe, distill, taught_data: (
+            distill.teacher == SELF
+            and not taught_data.has_context
+            and (not distill.cross_entropy_weight or distill.teacher_kind == "current")
+        ),
+        "distill.teacher=self without data.columns.context: the teacher and the student are one model with one prompt, "
+        "so the divergence is 0 and trains nothing. Set data.columns.context=COLUMN, a field of the rows that only the "
+        "teacher reads. Or hold a model near its own weights: distill.cross_entropy_weight above 0, with another "
+        "teacher_kind than current.",
+    ),
+    Conflict(
+        lambda recipe, distill: distill.teacher_kind == "adapter_off" and recipe.group(LoRAConfig) is None,
+        "distill.teacher_kind=adapter_off needs an adapter, but lora is null: training changes all parameters of the "
+        "model. Set distill.teacher_kind=model, or turn lora on.",
+    ),
+    Conflict(
+        lambda recipe, model, distill: (
+            model.random_init and distill.kind_of_self(has_adapter=recipe.group(LoRAConfig) is not None) == "model"
+        ),
+        "model.random_init=true draws the weights, and the second model of distill.teacher=self would have others. Set "
+        "distill.teacher_kind=ema or current, or remove model.random_init.",
+    ),
+    Conflict(
+        lambda distill, optimizer: distill.teacher_kind == "ema" and optimizer.ema is None,
+        "distill.teacher_kind=ema needs averages of the weights, and optimizer.ema is null. Set optimizer.ema, such as "
+        "0.99, or another distill.teacher_kind.",
+    ),
+    Conflict(
+        lambda distill, taught_data: distill.cached is not None and taught_data.has_context,
+        "distill.cached={distill.cached} has predictions for the student's prompts, and with data.columns.context the "
+        "teacher reads others. Set distill.teacher, or remove data.columns.context.",
+    ),
+    Conflict(
+        lambda model, taught_data: model.images != "none" and taught_data.has_context,
+        "model.images={model.images} cannot be combined with data.columns.context: the teacher's prompts are stored as "
+        "tokens of text. Set model.images=none, or remove data.columns.context.",
+    ),
+    *(
+        Conflict(
+            lambda parallel, taught_data, name=name: taught_data.has_context and getattr(parallel, name) > 1,
+            f"parallel.{name}={{parallel.{name}}} divides the tokens of a row among processes, and with "
+            "data.columns.context a completion has other places in the teacher's rows than in the student's. Set "
+            f"parallel.{name}=1 and shard with parallel.shard, or remove data.columns.context.",
+        )
+        for name in ("context", "tensor")
     ),
     # Sampled completions
     Conflict(

@@ -1,5 +1,6 @@
 """Settings of data: sources, lengths, packing, and the data of each objective."""
 
+from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -328,6 +329,95 @@ class SFTDataConfig(DataConfig):
     prompt/completion row (`completion`; other rows as `assistant`), only the last message (`last`), or all tokens
     (`all`). Each includes the token that ends the turn. A message with `train: false` or `weight: 0` is not trained.
     Rows of `text` are trained whole; `tokens` follow their labels."""
+
+
+class TaughtDataConfig(SFTDataConfig):
+    """Conversations or texts to train on. With data.columns.context, a teacher reads more of each row than the
+    student."""
+
+    objective: ClassVar["str | Objective"] = "contexts"
+
+    context_template: str | None = None
+    """How a text of data.columns.context enters the teacher's prompt: a text with {context} and {prompt}, which
+    replaces the last user message or the plain-text prompt. null: the context ends the system message, or stands before
+    a plain-text prompt. A context of messages always stands before the prompt's messages."""
+    max_teacher_length: Annotated[int, Field(ge=2)] | None = None
+    """Maximum length of the teacher's sequence, with the context, in tokens. Longer rows are dropped, or refused by
+    overflow=raise. null is max_length."""
+
+    @property
+    def has_context(self) -> bool:
+        """Whether rows have a context for the teacher."""
+        listed = [one for source in (self.source, self.validation_source) if isinstance(source, list) for one in source]
+        columns = [one.columns for one in listed if isinstance(one, DataSource)]
+        return any("context" in names for names in (self.columns, *columns) if names)
+
+    @property
+    def teacher_tokens(self) -> int:
+        """Maximum tokens of the teacher's sequence."""
+        return self.max_teacher_length or self.max_length
+
+    def importable(self) -> DataConfig:
+        found = super().importable()
+        if self.has_context or not isinstance(self.objective, str):
+            return found
+        # The documents are those of other recipes, and so is their place in the cache.
+        names = SFTDataConfig.model_fields
+        return SFTDataConfig.model_construct(**{name: getattr(self, name) for name in names})
+
+    @model_validator(mode="after")
+    def _has_a_context(self) -> "TaughtDataConfig":
+        for name in ("context_template", "max_teacher_length"):
+            if (value := getattr(self, name)) is not None and not self.has_context:
+                raise ValueError(
+                    f"{name}={value!r} is for rows with a context. Set columns.context to the name of its column, or "
+                    f"remove {name}."
+                )
+        if self.max_teacher_length is not None and self.max_teacher_length < self.max_length:
+            raise ValueError(
+                f"max_teacher_length={self.max_teacher_length} is less than max_length={self.max_length}, but the "
+                "teacher's sequences have the context too. Raise it, or lower max_length."
+            )
+        if self.context_template is not None:
+            check_context_template(self.context_template)
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_both_sequences_whole(self) -> "TaughtDataConfig":
+        if not self.has_context:
+            return self
+        if self.packing in ("bfd_split", "wrapped"):
+            raise ValueError(
+                f"packing={self.packing} cuts sequences, and the teacher reads each completion behind a whole context. "
+                "Set packing=bfd, packing=padding_free or packing=none."
+            )
+        if self.truncation_side != "right":
+            raise ValueError(
+                f"truncation_side={self.truncation_side} has no effect: rows with a context are never cut, because "
+                "both sequences have the same completion. Remove it."
+            )
+        if self.train_on == "all":
+            raise ValueError(
+                "train_on=all also trains prompts, and the teacher's prompts have other tokens than the student's. Set "
+                "train_on=assistant, last or completion."
+            )
+        return self
+
+
+def check_context_template(template: str) -> None:
+    """Raise ValueError unless the template has {context} and {prompt}, and no other field."""
+    try:
+        fields = [field for field in Formatter().parse(template) if field[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"context_template={template!r} cannot be read: {error}. Write {{{{ for a brace.") from None
+    names = [field[1] for field in fields]
+    is_plain = not any(field[2] or field[3] for field in fields)
+    if {*names} != {"context", "prompt"} or not is_plain:
+        found = ", ".join(f"{{{name}}}" for name in names) or "no field"
+        raise ValueError(
+            f"context_template={template!r} has {found}; expected {{context}} and {{prompt}}, such as "
+            r"'{context}\n\n{prompt}'. Write {{ for a brace."
+        )
 
 
 class AnswerDataConfig(DataConfig):

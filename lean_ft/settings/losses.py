@@ -330,12 +330,20 @@ class ValueConfig(Settings):
     """Learning rate of the value model, as a multiple of optimizer.lr."""
 
 
+SELF = "self"  # the value of distill.teacher for the student itself
+SelfKind = Literal["adapter_off", "model", "ema", "current"]
+
+
 class DistillConfig(Settings):
     """The teacher and the divergence from it; docs/distillation.md has the formulas."""
 
     teacher: Name | None = None
     """The frozen teacher model, given like model.path. Family and size are free; the tokenizer must be the
-    student's."""
+    student's. `self` is the student, which reads the context of data.columns.context as the teacher."""
+    teacher_kind: Literal["auto", "adapter_off", "model", "ema", "current"] = "auto"
+    """With teacher=self: the weights that teach. `adapter_off`: the model without its adapter. `model`: a second copy
+    of the model before training, in memory. `ema`: the averages of optimizer.ema. `current`: those that train. `auto`:
+    adapter_off for an adapter, unless teacher_dtype or teacher_streamed is set, else model."""
     teacher_streamed: bool = False
     """Keep the teacher's layers in host memory and copy each to the GPU as it computes."""
     teacher_dtype: Dtype | Literal["nf4"] | None = None
@@ -360,6 +368,15 @@ class DistillConfig(Settings):
     def beta_of_jsd(self) -> float:
         return 0.5 if self.beta is None else self.beta
 
+    def kind_of_self(self, *, has_adapter: bool) -> SelfKind | None:
+        """The weights that teach if the teacher is the student; None for another teacher."""
+        if self.teacher != SELF:
+            return None
+        if self.teacher_kind != "auto":
+            return self.teacher_kind
+        is_second = self.teacher_streamed or self.teacher_dtype is not None
+        return "adapter_off" if has_adapter and not is_second else "model"
+
     def without_contents(self) -> Self:
         return self.model_copy(update={"on_policy": 0.0})
 
@@ -369,6 +386,21 @@ class DistillConfig(Settings):
             raise ValueError(
                 "expected one of teacher=MODEL and cached=FOLDER, which `leanft score MODEL FILE FOLDER --top-k 64` "
                 f"writes; found {'neither' if self.cached is None else 'both'}."
+            )
+        if self.teacher != SELF and (self.teacher or "").lower() == SELF:
+            raise ValueError(
+                f"teacher={self.teacher}: did you mean {SELF}, the student? Write ./{self.teacher} for a folder."
+            )
+        if self.teacher_kind != "auto" and self.teacher != SELF:
+            raise ValueError(
+                f"teacher_kind={self.teacher_kind} chooses the weights of teacher=self, and the teacher is another "
+                "model. Remove teacher_kind, or set teacher=self."
+            )
+        second = "teacher_streamed=true" if self.teacher_streamed else f"teacher_dtype={self.teacher_dtype}"
+        if self.teacher_kind not in ("auto", "model") and (self.teacher_streamed or self.teacher_dtype is not None):
+            raise ValueError(
+                f"{second} is for a second model in memory, and with teacher_kind={self.teacher_kind} there is none. "
+                f"Remove it, or set teacher_kind=model."
             )
         if self.beta is not None and self.divergence != "jsd":
             raise ValueError(

@@ -36,6 +36,7 @@ from lean_ft.settings.conflicts import check_conflicts
 from lean_ft.settings.data import DataConfig, PromptDataConfig, RowsConfig, SFTDataConfig
 from lean_ft.settings.devices import MemoryConfig
 from lean_ft.settings.losses import (
+    SELF,
     DistillConfig,
     LossConfig,
     PreferenceLossConfig,
@@ -362,7 +363,7 @@ def models_of(cfg: BaseModel) -> dict[tuple[str, str], str]:
         for settings_class, name in _NAMES_A_MODEL.items()
         if isinstance(value, settings_class)
     }
-    return {place: path for place, path in paths.items() if path is not None}
+    return {place: path for place, path in paths.items() if path is not None and (place[1], path) != ("teacher", SELF)}
 
 
 class TrainingConfig(Protocol):

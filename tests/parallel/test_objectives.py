@@ -27,6 +27,8 @@ SETTINGS = (*TINY, *TWO_MICRO_BATCHES, "data.source=tiny/pairs_validation.jsonl"
 SETTINGS += ("optimizer.lr=1e-4",)
 TEXTS = ("data.source=tiny/validation.jsonl", "data.max_length=64", "model.random_init=true", "optimizer.lr=1e-3")
 TEACHER = (*TEXTS, "distill.teacher=tiny")
+ITSELF = ("model.path=tiny-tools", "data.source=tiny-tools/calls_train.jsonl", "data.columns.context=context")
+ITSELF += ("data.max_teacher_length=256", "distill.teacher=self")
 TOKENS = ("data.source=tiny/names_validation.jsonl", "data.labels_per=token")
 HELD_OUT = ("data.validation_fraction=0.1", "eval_every=2")
 # With two micro-batches per step, each of two ranks has one, and their sum has the same bits in either order.
@@ -45,6 +47,12 @@ SAME_BITS: dict[str, tuple[str, ...]] = {
     "distill": (*TEACHER, "data.validation_fraction=0.3", "optimizer.in_backward=true", "parallel.shard=2"),
     "distill, replicas": (*TEACHER, "distill.divergence=jsd", "parallel.replicate=2"),
     "distill, adapter and 4 bits": (*TEACHER, "distill.teacher_dtype=nf4", "lora.rank=4"),
+    "distill, itself": (*ITSELF, *HELD_OUT, "data.packing=padding_free"),
+    "distill, its averages": (*ITSELF, "distill.teacher_kind=ema", "optimizer.ema=0.5", "optimizer.in_backward=true"),
+    "distill, its averaged adapter": (*ITSELF, "distill.teacher_kind=ema", "optimizer.ema=0.5", "lora.rank=4"),
+    "distill, its copy": (*ITSELF, "distill.teacher_kind=model", "distill.divergence=jsd", "data.packing=bfd"),
+    "distill, its base": (*ITSELF, *HELD_OUT, "lora.rank=4", "memory.activation_checkpointing=full"),
+    "distill, itself, on policy": (*ITSELF, "distill.on_policy=1", "generation.max_new_tokens=8", "lora.rank=4"),
     "distill, kept": (*TEXTS, "distill.cached=FOLDER/scores", "distill.cross_entropy_weight=0.3", "data.packing=bfd"),
 }
 SAME_BITS |= {name: (f"data.source={preset_of(name)['data']['source']}", *HELD_OUT) for name in DERIVED}

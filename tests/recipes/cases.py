@@ -92,6 +92,10 @@ class Run:
 
 
 LORA = ("lora.rank=4", "lora.dropout=0.1")
+# The teacher's prompts have an answer or a chat of another row.
+ITSELF = ("data.source=TMP/contexts.jsonl", "data.columns.context=context", "data.max_teacher_length=160")
+ITSELF += ("distill.teacher=self", "epochs=3")
+AVERAGED = ("distill.teacher_kind=ema", "optimizer.ema=0.8")
 CACHED, SECOND, OFF = ("reference.kind=cached",), ("reference.kind=model",), ("reference.kind=adapter_off", *LORA)
 BFD, PADDING_FREE = "data.packing=bfd", "data.packing=padding_free"
 FULL, BFLOAT16, FLOAT16 = "memory.activation_checkpointing=full", "model.dtype=bfloat16", "model.dtype=float16"
@@ -243,6 +247,21 @@ RUNS: dict[str, list[Run]] = {
         Run(
             (*STUDENT, "distill.on_policy=1", "generation.max_new_tokens=4", "max_steps=2", "batch_size=6"),
             equals=(Equal(THREE, 2e-4, (*LOSS, "cross_entropy", "target_tokens")),),
+        ),
+        Run((*ITSELF, *LORA, "distill.on_policy=0.5", "generation.max_new_tokens=6"), stops=(3,)),
+        Run((*ITSELF, *LEAN[:1], BFD, "distill.teacher_kind=current"), stops=(2,)),
+        Run((*ITSELF, *AVERAGED, "distill.on_policy=0.5", "generation.max_new_tokens=6"), stops=(3,)),
+        Run((*ITSELF, *AVERAGED, *LORA, *LEAN[:1]), stops=(2,)),
+        Run((*ITSELF, *AVERAGED, *ALL_ROWS), equals=(Equal((*THREE, *LEAN), 2e-4, LOSS), Equal((BFD,), 2e-4))),
+        Run(
+            (*ITSELF, *ALL_ROWS),
+            equals=(
+                Equal(THREE, 2e-4),
+                Equal((BFD,), 2e-4),
+                Equal((PADDING_FREE, FULL, *LEAN[1:]), 2e-4),
+                Equal((BFD, "compile=true"), 2e-4),
+                Equal(("data.batch_tokens=384",), 2e-4),
+            ),
         ),
     ],
     "online_dpo": [
@@ -434,6 +453,16 @@ REFUSED: dict[str, dict[Settings, str]] = {
         (*STUDENT, "distill.cross_entropy_weight=1"): "gives the teacher no weight",
         (*STUDENT, "distill.temperature=0"): "> 0",
         (*STUDENT, "distill.on_policy=1.5"): "<= 1",
+        ("distill.teacher=Self",): "teacher=Self: did you mean self, the student",
+        (*STUDENT, "distill.teacher_kind=model"): "teacher_kind=model chooses the weights of teacher=self",
+        ("distill.teacher=self", "distill.teacher_kind=base"): "adapter_off",
+        (*ITSELF[1:], "data.columns.context=who"): "columns.context=who: .* have no column `who`; they have messages",
+        (*ITSELF, "distill.teacher_kind=current", "distill.teacher_dtype=nf4"): "with teacher_kind=current there is",
+        (
+            "distill.teacher=self",
+            "distill.teacher_kind=current",
+            "distill.cross_entropy_weight=0.5",
+        ): "so the divergence is 0 and trains nothing",
     },
     "grpo": {
         (

@@ -107,6 +107,10 @@ def prepare(folder: Path, settings: tuple[str, ...]) -> None:
     first_rows("tiny/validation.jsonl", 6, folder, "texts.jsonl")
     first_rows("tiny/pairs_validation.jsonl", 6, folder, "pairs.jsonl")
     first_rows("tiny/notes_validation.jsonl", 6, folder, "notes.jsonl")
+    rows = [json.loads(line) for line in (folder / "texts.jsonl").read_text().splitlines()]
+    contexts = [rows[i - 1]["messages"] if i % 2 else rows[i - 1]["messages"][1]["content"] for i in range(len(rows))]
+    with_contexts = [json.dumps(row | {"context": context}) for row, context in zip(rows, contexts, strict=True)]
+    (folder / "contexts.jsonl").write_text("\n".join(with_contexts))
     if any("TMP/kept" in one for one in settings):
         kept = ("model.path=tiny", "data.source=tiny/validation.jsonl", "data.max_length=64", "top_k=16", "device=cpu")
         keep_teacher(load_config(KeepTeacherConfig, None, [*kept, f"destination={folder / 'kept'}"]))

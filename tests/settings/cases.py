@@ -115,6 +115,7 @@ CALLING = {
 JUDGED = "data.source=IN/judged.jsonl data.validation_source=IN/judged.jsonl"
 REPEATED = "data.source=IN/repeated.jsonl batch_size=4"
 BOTH_WAYS = "loss.directions=[query_to_doc,doc_to_query]"
+ITSELF = "distill.teacher=self data.columns.context=completion data.max_teacher_length=200"
 ENVIRONMENT = "data.chat=auto environment=IN/environment.py:Counting"
 # Settings whose type does not imply a test value, or whose effect needs another setting.
 CASES = {
@@ -252,6 +253,9 @@ CASES = {
     "distill.teacher_streamed": Case("true", "", GPU),
     "distill.beta": Case("0.2", "distill.divergence=jsd"),
     "distill.on_policy": Case("1"),
+    "distill.teacher_kind": Case("current", f"{ITSELF} optimizer.lr=1e-2 max_steps=3"),
+    "data.context_template": Case("'{prompt} {context}'", ITSELF),
+    "data.max_teacher_length": Case("45", f"{ITSELF} data.max_length=40"),
     "generation.eval_temperature": Case("0"),
     "generation.max_new_tokens": Case("3"),
     "generation.top_k": Case("1"),

@@ -9,6 +9,7 @@ from tests.settings.cases import REQUIRED, load_recipe
 COMMON = ("model.path=tiny", "data.source=tiny/train.jsonl", "output_dir=run")
 # For each row of the table: a recipe, settings that it rejects, and part of the message.
 TOOLS = f"tools.functions=[{__file__}:load]"
+ITSELF = "distill.teacher=self data.columns.context=c"
 SERVER = "generation.engine=vllm loss.correction=token_truncate"
 REFUSED = [
     ("finetune", "profile_steps=[1,1,1]", "is used only with profile"),
@@ -72,6 +73,22 @@ REFUSED = [
     ("distill", "generation.temperature=2", "generation.temperature=2.0 is for completions of the student"),
     ("distill", "distill.on_policy=1 data.packing=bfd", "data.packing=bfd and data.batch_tokens=None fill batches"),
     ("distill", "distill.on_policy=1 data.train_on=all", "distill.on_policy=1 needs prompts"),
+    ("distill", "distill.teacher=self", "so the divergence is 0 and trains nothing. Set data.columns.context=COLUMN"),
+    (
+        "distill",
+        f"{ITSELF} distill.teacher_kind=adapter_off",
+        "distill.teacher_kind=adapter_off needs an adapter, but lora is null",
+    ),
+    ("distill", f"{ITSELF} model.random_init=true", "the second model of distill.teacher=self would have others"),
+    ("distill", f"{ITSELF} distill.teacher_kind=ema", "needs averages of the weights, and optimizer.ema is null"),
+    (
+        "distill",
+        "distill.teacher=null distill.cached=x data.columns.context=c",
+        "distill.cached=x has predictions for the student's prompts",
+    ),
+    ("distill", f"{ITSELF} model.images=frozen", "model.images=frozen cannot be combined with data.columns.context"),
+    ("distill", f"{ITSELF} parallel.context=2", "parallel.context=2 divides the tokens of a row"),
+    ("distill", f"{ITSELF} parallel.tensor=2", "parallel.tensor=2 divides the tokens of a row"),
     ("grpo", "generation.num_answers=1", "nothing to compare a completion with"),
     ("online_dpo", "generation.num_answers=1", "makes no pair"),
     ("grpo", "generation.top_k=1", "set loss.correction=token_truncate"),
