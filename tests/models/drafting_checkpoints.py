@@ -40,6 +40,9 @@ class Checkpoint(NamedTuple):
         for depth, layer in enumerate(self.drafting.layers, 1):
             embedded = inner.embed_tokens(ids[:, depth:])
             length = embedded.shape[1]
+            if not length:
+                hiddens.append(embedded)
+                continue
             positions = torch.arange(length)[None] + depth
             mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
             hidden = layer(

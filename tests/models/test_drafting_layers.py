@@ -1,7 +1,6 @@
 """Drafting layers that are computed: their hidden states are those of transformers' modules, and their tensors are
 saved under the folder's names."""
 
-import json
 from pathlib import Path
 
 import pytest
