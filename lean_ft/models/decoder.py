@@ -204,7 +204,7 @@ class Decoder(nn.Module):
             )
         return Sight.of(prefixes, num_prefix_tokens, cu_seqlens, shape.numel())
 
-    def _rotations(
+    def rotations(
         self,
         positions: Tensor,
         dtype: torch.dtype,
@@ -236,7 +236,7 @@ class Decoder(nn.Module):
         hidden, input_ids = inserts.embedded(self.model.embedded(input_ids, positions), input_ids)
         embedded = hidden
         sights = inserts.sights(sight, self.config.layers)
-        rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, inserts)
+        rotations = self.rotations(positions, hidden.dtype, cu_seqlens, cache, inserts)
         hidden, inputs = self.model.into_layers(hidden, input_ids)
         keys_and_values: dict[int, KeysAndValues | None] = {}
 
