@@ -17,6 +17,7 @@ from lean_ft.models.config_json import decoder_config
 from lean_ft.models.dequantized import Readable, dequantized
 from lean_ft.models.families.drafting_forms import FORMS, DraftingFamily
 from lean_ft.models.new_model import Fill, random_weights
+from lean_ft.models.source import all_tensors
 from lean_ft.models.stored_weights import stored_tensors
 from lean_ft.system.config_fields import MAX_LAYERS
 from lean_ft.system.units import counted, enumerated
@@ -31,6 +32,10 @@ _NAME = re.compile(r"(?:^|\.)mtp[._]")
 _OF_VOCABULARY = ("embed_tokens.weight", "head.weight")  # ends the names of tensors with a row per token
 
 
+class Built(int):
+    """The number of drafting layers in a config.json, if these layers are part of the model."""
+
+
 def num_drafting_layers(config: Mapping[str, Any]) -> int:
     """The number of drafting layers that a language model's config.json promises."""
     number = next((found for name in _COUNTS if (found := config.get(name))), 0)
@@ -38,19 +43,14 @@ def num_drafting_layers(config: Mapping[str, Any]) -> int:
 
 
 def is_drafting(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor of a language model's folder belongs to a drafting layer: `mtp.`, or a layer after the last."""
-    if _NAME.search(name):
-        return True
+    """Whether a tensor of a language model's folder belongs to a drafting layer, `mtp.` or a layer after the last, and
+    not to the model. If drafting layers are part of the model, those that repeat its embedding and output layer."""
+    number = num_drafting_layers(config)
     first, layer = config.get("num_hidden_layers"), re.match(r"model\.layers\.(\d{1,6})\.", name)
-    return isinstance(first, int) and layer is not None and 0 <= int(layer[1]) - first < num_drafting_layers(config)
-
-
-def is_left_out(name: str, source: "Source") -> bool:
-    """Whether a tensor of a language model's folder belongs to a drafting layer and not to the model: all such tensors,
-    or if the layers are built, those that repeat the embedding and the output layer."""
-    row = source.family
-    is_built = isinstance(row, DraftingFamily) and not name.endswith(row.form.copies)
-    return not is_built and is_drafting(name, source.config)
+    is_after = isinstance(first, int) and layer is not None and 0 <= int(layer[1]) - first < number
+    if not is_after and not _NAME.search(name):
+        return False
+    return not isinstance(number, Built) or name.endswith(FORMS[config["model_type"]].copies)
 
 
 def with_drafting_layers(config: DecoderConfig, source: "Source") -> DecoderConfig:
@@ -63,8 +63,8 @@ def with_drafting_layers(config: DecoderConfig, source: "Source") -> DecoderConf
     form = FORMS.get(str(family))
     if form is None:
         raise ValueError(
-            f"{setting}: drafting layers of the family {family} are not computed; those of {enumerated([*FORMS])} are. "
-            "Set model.mtp=keep, which copies them into saved folders as they are."
+            f"{where}: drafting layers of the family {family} are not computed; those of {enumerated([*FORMS])} are. "
+            "In a training run, remove model.mtp=train; in `leanft evaluate`, remove drafts."
         )
     if source.folder is not None and gguf_file(source.folder) is not None:
         raise ValueError(f"{setting} reads drafting layers from safetensors, and {where} is a GGUF file.")
@@ -76,7 +76,7 @@ def with_drafting_layers(config: DecoderConfig, source: "Source") -> DecoderConf
         )
     of_layer, place = form.config_of_layer(source.config)
     layer = decoder_config(of_layer, f"{where}/config.json, for a drafting layer").layers[place]
-    source.config = {**source.config, form.count: number}
+    source.config = {**source.config, form.count: Built(number)}
     source.family = DraftingFamily.of(source.family, form, config.num_layers, number)
     return replace(config, layers=(*config.layers, *[layer] * number), num_drafting=number)
 
@@ -95,14 +95,15 @@ def is_new_layer(name: str, source: "Source") -> bool:
 
 
 def new_layers(model: "Decoder", stored: Collection[str]) -> Fill | None:
-    """How to fill drafting layers that are built and that a folder with the tensors `stored` does not have; None if it
-    has them, or none are built."""
-    row = model.source.family
-    if not isinstance(row, DraftingFamily) or any(
-        is_drafting(name, model.source.config) and not is_left_out(name, model.source) for name in stored
-    ):
+    """How to fill drafting layers of the model that a folder with the tensors `stored` does not have; None if it has
+    them, or the model has none."""
+    source, row = model.source, model.source.family
+    if not isinstance(row, DraftingFamily):
         return None
-    model.source.family = replace(row, is_new=True)
+    of_layers = ((name, tensor) for name, tensor in all_tensors(model) if row.is_of_drafting(name))
+    if any(place in stored for name, tensor in of_layers for place, _ in source.stored(name, tensor, as_read=True)):
+        return None
+    source.family = replace(row, is_new=True)
     return random_weights(model)
 
 
@@ -118,11 +119,7 @@ def drafting_of(own: Mapping[str, str | None], stored: Mapping[str, Readable], m
     if not config.has_output or config.num_scores or trains_copied:
         return {}
     vocab_size = config.vocab_size
-    found = {
-        place: name
-        for name, place in own.items()
-        if place is not None and is_drafting(place, source.config) and is_left_out(place, source)
-    }
+    found = {place: name for name, place in own.items() if place is not None and is_drafting(place, source.config)}
     are_copied = all(
         stored[name].dtype is not None
         and (stored[name].shape[:1] >= (vocab_size,) or not name.endswith(_OF_VOCABULARY))
@@ -153,6 +150,8 @@ def drafting_bytes(source: "Source") -> int:
 
 def without_drafting(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json, also of a multimodal model, that promises no drafting layers."""
+    if isinstance(num_drafting_layers(config), Built):
+        return config
     none: dict[str, Any] = {name: 0 for name in _COUNTS if config.get(name)} | (
         {"use_mtp": False} if config.get("use_mtp") else {}
     )

@@ -32,7 +32,7 @@ from lean_ft.models.dequantized import Readable, dequantized, form_in_folder
 from lean_ft.models.drafting import (
     drafting_of,
     freeze_trunk,
-    is_left_out,
+    is_drafting,
     is_new_layer,
     new_layers,
     with_drafting_layers,
@@ -254,7 +254,7 @@ def _stored_weights(model: Decoder, drops_drafting: bool = False) -> Fill:
     whole = dequantized(stored_tensors(source.folder), source.quantization)
     names = _names_in_language_model(model, whole)
     if drops_drafting:
-        names = {name: own for name, own in names.items() if own is None or not is_left_out(own, source)}
+        names = {name: own for name, own in names.items() if own is None or not is_drafting(own, source.config)}
     own = {own: whole[name] for name, own in names.items() if own is not None}
     own |= stored_dense(source.folder, model.config.dense)
     stacks = {name: tensor for name in _one_per_expert(model) if isinstance(tensor := own.get(name), StoredTensor)}
@@ -305,7 +305,9 @@ def _names_in_language_model(model: Decoder, whole: Iterable[str]) -> dict[str, 
     # Output layers are outside the prefix.
     of_model = {name: own for name, own in names.items() if own is not None and own.startswith(prefix)}
     own_names = {
-        name: bare_prefix + own.removeprefix(prefix) for name, own in of_model.items() if not is_left_out(own, source)
+        name: bare_prefix + own.removeprefix(prefix)
+        for name, own in of_model.items()
+        if not is_drafting(own, source.config)
     }
     return dict.fromkeys(names) | own_names
 
@@ -377,7 +379,7 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
     stored = {
         name: tensor
         for name, tensor in stored.items()
-        if not name.startswith(unread) and not name.endswith(ends) and not is_left_out(name, model.source)
+        if not name.startswith(unread) and not name.endswith(ends) and not is_drafting(name, model.source.config)
     }
     expected = {
         place: part.shape

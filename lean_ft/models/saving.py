@@ -79,7 +79,7 @@ def save_model(
         write_file(folder / file_name, {name: parts[name] for name in names}, {"format": "pt"}, ranks, copied)
     ranks.on_rank_zero(lambda: _write_index(folder, split))
     _write_layers_after_pooling(folder, dense, ranks)
-    drafts = model.config.num_drafting > 0 or not copied.keys().isdisjoint(model.source.drafting)
+    drafts = not copied.keys().isdisjoint(model.source.drafting)
     write = _write_configs_of_whole if whole else partial(write_configs, drafts=drafts)
     ranks.on_rank_zero(lambda: write(model, folder))
 

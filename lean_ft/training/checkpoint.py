@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lean_ft.models import Decoder, check_parameters, parts_on_disk, save_model
 from lean_ft.models.dense import stored_dense
-from lean_ft.models.drafting import drafting_bytes, is_left_out
+from lean_ft.models.drafting import drafting_bytes, is_drafting
 from lean_ft.models.safetensors_file import StoredTensor, read_header, read_same, write_file
 from lean_ft.models.source import source_of
 from lean_ft.optim import Optimizer
@@ -140,7 +140,7 @@ def restore_weights(folder: Path, model: nn.Module) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         stored |= read_header(path)
     if isinstance(model, Decoder):
-        stored = {name: tensor for name, tensor in stored.items() if not is_left_out(name, model.source)}
+        stored = {name: tensor for name, tensor in stored.items() if not is_drafting(name, model.source.config)}
         stored |= stored_dense(folder, model.config.dense)
     if isinstance(model, Decoder) and model.vision is not None:  # the folder has the multimodal model's names
         names = [
