@@ -55,7 +55,7 @@ def test_a_frozen_trunk_stays_and_a_resumed_run_has_the_same_bits(train: Train, 
     assert trained and all(name.startswith(place) for name in trained)
     assert json.loads((tmp_path / "whole/step_00000004/config.json").read_text())["num_nextn_predict_layers"] == 1
     state = load_file(tmp_path / "whole/step_00000004/training_state/optimizer.safetensors")
-    assert state and all(place in name for name in state)
+    assert all(place in name for name in state.keys() - {"step", "skipped_steps"}) and len(state) > 2
     train(*given, f"resume={tmp_path / 'whole/step_00000002'}", output="resumed")
     one, other = (tensors(tmp_path / name / "step_00000004") for name in ("whole", "resumed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
