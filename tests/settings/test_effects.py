@@ -107,12 +107,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "experts" / "model.safetensors").unlink()
     shutil.copytree(folder / "experts", folder / "drafts")
     config |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 4, "n_group": 1}
-    config |= {
-        "moe_intermediate_size": 32,
-        "topk_group": 1,
-        "num_nextn_predict_layers": 1,
-        "tie_word_embeddings": False,
-    }
+    config |= {"moe_intermediate_size": 32, "topk_group": 1, "num_nextn_predict_layers": 1, "num_local_experts": 1}
+    config |= {"tie_word_embeddings": False}
     (folder / "drafts" / "config.json").write_text(json.dumps(config))
     drafting = ModelConfig(path=str(folder / "drafts"), dtype="float32", random_init=True, mtp="train")
     save_model(load_model(drafting), folder / "drafts")
