@@ -79,8 +79,7 @@ def measure_drafts(
     shares = ", ".join(f"{share:.1%}" for share in found.shares)
     say(
         "drafts",
-        f"{found.tokens_per_step:.3f} tokens per step with {counted(num_drafts, 'drafts')}; accepted: {shares} of "
-        f"{counted(found.steps, 'steps')}",
+        f"{found.tokens_per_step:.3f} tokens per step; accepted: {shares} of {counted(found.steps, 'steps')}",
     )
     return {
         "num_drafts": num_drafts,

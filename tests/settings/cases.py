@@ -335,6 +335,7 @@ OF_RECIPE: dict[str, Case | None] = {
         "IN/other_family.py:mine", "model.path=IN/mine model.family=IN/family.py:mine loss=true"
     ),
     "ppo loss.gamma": Case("0.5"),
+    "ppo model.mtp": Case("drop", "model.path=IN/drafts value.path=tiny"),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
     **{f"{recipe} memory.loss_accumulation_dtype": Case("weight") for recipe in SCORES},
     "classify data.chat_template_kwargs": Case("{effort: low}"),
