@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from lean_ft.data import EvalBatches, prepare_batches
 from lean_ft.embedding.mteb_tasks import model_of_mteb, run_mteb_tasks, split_tasks
 from lean_ft.generation import open_model
+from lean_ft.generation.drafting import measure_drafts
 from lean_ft.generation.tasks import find_tasks, run_tasks
 from lean_ft.losses import TokenStatistics
 from lean_ft.models import Decoder
@@ -51,6 +52,9 @@ class Config(Settings):
     """With data: compare only the first group of this regular expression's last match in each answer."""
     loss: bool = False
     """With data: also compute the mean loss over the rows' targets. Plain text is not asked then."""
+    drafts: NonNegativeInt = 0
+    """With data: instead of answers, measure greedy speculative decoding with the model's drafting layers: the mean
+    number of tokens per step if it drafts this many tokens. 0 measures none. See docs/drafting.md."""
     output: FilePath | None = None
     """A JSON file for the results; null: evaluation.json in the run."""
     seed: NonNegativeInt = 0
@@ -61,11 +65,14 @@ class Config(Settings):
 def main(cfg: Config) -> dict[str, Any]:
     if not cfg.tasks and cfg.data is None:
         raise ValueError("nothing to evaluate: set tasks=..., data.source=FILE, or both.")
+    if cfg.drafts and cfg.data is None:
+        raise ValueError(f"drafts={cfg.drafts} are measured on the answers to rows of a file. Set data.source=FILE.")
     if split_tasks(cfg.tasks)[1]:
         return evaluate_vectors(cfg)
     if cfg.tasks:
         find_tasks(cfg.tasks)  # fails before the model is loaded
-    asked = cfg.model.for_texts() if cfg.data is None else cfg.model
+    asked = cfg.model.for_texts() if cfg.data is None or cfg.drafts else cfg.model
+    asked = asked.model_copy(update={"mtp": "train"}) if cfg.drafts else asked
     model, tokenizer = open_model(asked, cfg.adapter, cfg.device)
     adapters = [cfg.adapter] if isinstance(cfg.adapter, str) else cfg.adapter
     file = ResultsFile.of([*([cfg.model.path] if cfg.model.path != "auto" else []), *adapters], cfg.output)
@@ -117,7 +124,9 @@ def ask_file(
         of_sources = {name.removeprefix("loss/"): mean.item() for name, mean in statistics.source_means().items()}
         found |= {"loss_by_source": of_sources} if of_sources else {}
         say("loss", number(found["loss"]) + in_brackets(of_sources, number))
-    if cfg.loss and not all_are_questions(questions):
+    if cfg.drafts:
+        found["drafts"] = measure_drafts(model, tokenizer, questions, cfg.drafts, cfg.limit)
+    if cfg.drafts or (cfg.loss and not all_are_questions(questions)):
         return found, None
     report = answer_held_out(model, tokenizer, questions, cfg.limit or len(questions.layout), pattern=cfg.pattern)
     say("answers", f"{report.num_right} of {len(report.answers)} right ({report.exact_match:.1%})")

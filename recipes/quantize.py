@@ -47,6 +47,8 @@ def main(cfg: Config) -> Path:
         raise ValueError(f"group_size is for 4-bit weights. Set kind={' or '.join(GROUPED)}, or remove group_size.")
     if cfg.model.images != "none":
         raise ValueError("model.images is for training: the language model is quantized, without its tower. Remove it.")
+    if given := {"mtp", "mtp_trunk", "mtp_weight"} & cfg.model.model_fields_set:
+        raise ValueError(f"model.{min(given)} is for training: a quantized folder has no drafting layers. Remove it.")
     source = find_finished(cfg.model.path)
     check_destination(cfg.output, source, force=False)
     check_tower_is_unchanged(source, "the new folder")

@@ -197,6 +197,16 @@ NOT_RUN = {
     ".venv/bin/python -m pytest ": "runs the tests",
     "python scripts/": "changes the checkout; tests/models/test_new_family.py",
     "leanft run finetune model.path=my-model ": "a model that is not here; tests/cli/test_own_family.py",
+    **dict.fromkeys(
+        (
+            "leanft run finetune model.path=glm ",
+            "leanft run finetune model.path=runs/trunk ",
+            "leanft evaluate runs/drafting ",
+        ),
+        "a model that is not here; benchmarks/drafting.py",
+    ),
+    "leanft run finetune model.path=merged ": "a model with drafting layers; tests/recipes/test_drafting.py",
+    "vllm serve ": "another program; benchmarks/drafting.py",
     "leanft export runs/my-model_finetune ": "a model that is not here; tests/cli/test_own_family.py",
     "pip ": "installs from the network; tests/test_packaging.py builds and installs the wheel",
     "python3 -m venv ": "continuous integration makes an environment",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lean_ft.losses.drafting import DraftingLoss, SumOfLosses
 from lean_ft.losses.linear_cross_entropy import linear_cross_entropy
 from lean_ft.losses.output_layer import OutputLayer, hidden_states, mean_losses, with_router_loss
 from lean_ft.losses.statistics import TokenStatistics
@@ -37,6 +38,7 @@ class CrossEntropy:
         self._ranks = ranks
         self._loss = cfg.loss
         self._output_layer = OutputLayer(model, cfg)
+        self._of_batch = DraftingLoss(cfg.model) if model.config.num_drafting else next_token_loss
 
     def __call__(self, model: "Decoder", batch: "Batch", statistics: TokenStatistics | None = None) -> Tensor:
         """batch: like `lean_ft.data.Batch`, on the model's device; statistics: receives the metrics."""
@@ -53,18 +55,30 @@ class CrossEntropy:
         )
 
     def _sum(self, model: "Decoder", batch: "Batch", statistics: TokenStatistics | None, terms: LossConfig) -> Tensor:
-        with self._output_layer.arithmetic():
-            hidden, router_loss = hidden_states(model, batch)
+        def cross_entropy(
+            hidden: Tensor, labels: Tensor, num_targets: int, statistics: TokenStatistics | None
+        ) -> Tensor:
             cut = model.sharding.vocabulary
-            loss = linear_cross_entropy(
+            return linear_cross_entropy(
                 hidden,
                 model.output_weight if cut is None else cut.output_rows(),
-                batch.labels,
+                labels,
                 cut=cut,
-                num_targets=batch.num_targets,
+                num_targets=num_targets,
                 label_smoothing=terms.label_smoothing,
                 z_loss=terms.z_loss,
                 statistics=statistics,
                 **self._output_layer.settings,
             )
-        return with_router_loss(loss, router_loss, batch.num_targets, statistics)
+
+        with self._output_layer.arithmetic():
+            return self._of_batch(model, batch, statistics, cross_entropy)
+
+
+def next_token_loss(
+    model: "Decoder", batch: "Batch", statistics: TokenStatistics | None, cross_entropy: SumOfLosses
+) -> Tensor:
+    """Return the next-token loss of a batch summed over its targets."""
+    hidden, router_loss = hidden_states(model, batch)
+    loss = cross_entropy(hidden, batch.labels, batch.num_targets, statistics)
+    return with_router_loss(loss, router_loss, batch.num_targets, statistics)

@@ -185,7 +185,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    layers: tuple[LayerConfig, ...]
+    layers: tuple[LayerConfig, ...]  # the last `num_drafting` draft tokens
     max_positions: int  # the context length that the model was trained for; longer inputs are not refused
     initializer_range: float
     tied_embeddings: bool
@@ -236,12 +236,14 @@ class DecoderConfig:
     has_output: bool = True
     # Layers after the pooling of hidden states to a text's vector, first to last.
     dense: tuple[DenseConfig, ...] = ()
+    num_drafting: int = 0  # layers after the last, which draft tokens for speculative decoding
     parts: FamilyParts = FamilyParts()
     own: Any = None  # the facts of one family, a frozen dataclass in its file, for `parts` alone
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        """The number of layers between the embedding and the output layer, without those that draft tokens."""
+        return len(self.layers) - self.num_drafting
 
     @property
     def gives_text(self) -> bool:
@@ -284,7 +286,7 @@ class DecoderConfig:
     @property
     def rotations(self) -> list[tuple[RopeConfig, int]]:
         """The distinct rotations of the layers."""
-        return list(dict.fromkeys(filter(None, map(self.rotation_of, range(self.num_layers)))))
+        return list(dict.fromkeys(filter(None, map(self.rotation_of, range(len(self.layers))))))
 
     @property
     def kv_head_counts(self) -> list[int]:

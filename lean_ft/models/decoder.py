@@ -19,6 +19,7 @@ from lean_ft.models.block import Pass
 from lean_ft.models.cache import KVCache
 from lean_ft.models.config import DecoderConfig
 from lean_ft.models.dense import DenseLayers
+from lean_ft.models.drafting_layers import drafted, drafting_layers
 from lean_ft.models.few_rows import few_rows_linear
 from lean_ft.models.inserts import Inserts
 from lean_ft.models.positions import bounds_of_texts, lengths_of_documents, positions_of
@@ -45,6 +46,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = (config.parts.trunk or Trunk)(config)
+        self.model.layers.extend(drafting_layers(config))
         self.vision = None if config.vision is None else VisionTower(config.vision)
         self.lm_head: nn.Linear | None = None
         self.score: nn.Linear | None = None
@@ -63,7 +65,13 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
+        """All layers, those that draft tokens last."""
         return self.model.layers
+
+    @property
+    def drafting(self) -> list[nn.Module]:
+        """The layers that draft tokens."""
+        return [*self.model.layers][self.config.num_layers :]
 
     @property
     def has_chunks(self) -> bool:
@@ -114,6 +122,7 @@ class Decoder(nn.Module):
         return_hidden: bool = False,
         lengths: Tensor | None = None,
         return_router_loss: bool = False,
+        return_drafts: bool = False,
         is_token: Tensor | None = None,
         prefixes: Tensor | None = None,
         num_prefix_tokens: int = 0,
@@ -132,6 +141,9 @@ class Decoder(nn.Module):
             lengths: (B,) int64, the number of tokens of each row that are not padding; only with a cache.
             return_router_loss: also return `router_aux_loss_coef` times `load_balancing_loss`, a float32 scalar to add
                 to a mean loss. It is None if the coefficient is 0 or no gradients are computed.
+            return_drafts: also return, last, a list with the hidden states (B, T, D) of each drafting layer. Those of
+                layer k at position t predict token t + k + 1 of the same document; `logits` computes from them. Not
+                with a cache or prefixes.
             is_token: (B, T) bool, False for padding, which the router's loss ignores and which no token of a text
                 encoder sees. In rows of an encoder without `cu_seqlens` and `is_token`, all are tokens.
             prefixes: (documents, 2) int32, start and end of an earlier stretch of the same row that a document
@@ -166,11 +178,13 @@ class Decoder(nn.Module):
         sight = self._sight(rows.shape, cu_seqlens, prefixes, num_prefix_tokens)
         positions = positions_of(rows, positions, cu_seqlens, cache, lengths, prefixes, inserts.position_shift)
         routes = Routes(self, is_token, cache, recorded_experts)
-        hidden = self._through_layers(input_ids, positions, cu_seqlens, cache, sight, inserts, routes)
+        drafts: list[Tensor] | None = [] if return_drafts else None
+        hidden = self._through_layers(input_ids, positions, cu_seqlens, cache, sight, inserts, routes, drafts)
         if cache is not None:
             cache.advance(routes.chosen)
         result = hidden if return_hidden else self.logits(hidden)
-        return (result, routes.loss()) if return_router_loss else result
+        further = ((routes.loss(),) if return_router_loss else ()) + (() if drafts is None else (drafts,))
+        return (result, *further) if further else result
 
     def _sight(
         self, shape: torch.Size, cu_seqlens: Tensor | None, prefixes: Tensor | None, num_prefix_tokens: int
@@ -190,7 +204,7 @@ class Decoder(nn.Module):
             )
         return Sight.of(prefixes, num_prefix_tokens, cu_seqlens, shape.numel())
 
-    def _rotations(
+    def rotations(
         self,
         positions: Tensor,
         dtype: torch.dtype,
@@ -216,16 +230,19 @@ class Decoder(nn.Module):
         sight: Sight | None,
         inserts: Inserts,
         routes: Routes,
+        drafts: list[Tensor] | None,
     ) -> Tensor:
-        """Hidden states of the width of `output_weight`."""
+        """Hidden states of the width of `output_weight`; those of drafting layers are added to `drafts`."""
         hidden, input_ids = inserts.embedded(self.model.embedded(input_ids, positions), input_ids)
+        embedded = hidden
         sights = inserts.sights(sight, self.config.layers)
-        rotations = self._rotations(positions, hidden.dtype, cu_seqlens, cache, inserts)
+        rotations = self.rotations(positions, hidden.dtype, cu_seqlens, cache, inserts)
         hidden, inputs = self.model.into_layers(hidden, input_ids)
         keys_and_values: dict[int, KeysAndValues | None] = {}
-        for i, layer in enumerate(self.model.layers):
+
+        def context(i: int) -> Pass:
             kv_from_layer = self.config.layers[i].kv_from_layer
-            context = Pass(
+            return Pass(
                 *rotations[self.config.rotation_of(i)],
                 cu_seqlens,
                 cache=(None, None) if cache is None else cache.layer(i),
@@ -234,11 +251,15 @@ class Decoder(nn.Module):
                 layer_input=inputs[i] if inputs else None,
                 recorded=None if self.config.layers[i].mixture is None else routes.recorded(),
             )
-            hidden, routed, keys_and_values[i] = layer(hidden, context)
+
+        for i, layer in zip(range(self.config.num_layers), self.model.layers, strict=False):
+            hidden, routed, keys_and_values[i] = layer(hidden, context(i))
             if routed is not None:
                 routes.add(i, *routed)
             hidden = inserts.after(i, hidden)
         hidden = self.model.out_of_layers(hidden)
+        if drafts is not None:
+            drafts += drafted(self.drafting, hidden, embedded, context, routes, self.config.num_layers)
         if self.config.logits_divisor != 1.0:  # divides hidden states, because losses never hold all logits at once
             hidden = hidden / self.config.logits_divisor
         if self.config.head_bias:  # the factors of the bias and of the zero columns of `output_weight`

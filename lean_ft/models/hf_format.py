@@ -29,7 +29,14 @@ from lean_ft.models.config_json import (
 from lean_ft.models.decoder import Decoder
 from lean_ft.models.dense import read_dense, stored_dense
 from lean_ft.models.dequantized import Readable, dequantized, form_in_folder
-from lean_ft.models.drafting import drafting_of, is_drafting
+from lean_ft.models.drafting import (
+    drafting_of,
+    freeze_trunk,
+    is_drafting,
+    is_new_layer,
+    new_layers,
+    with_drafting_layers,
+)
 from lean_ft.models.families import MULTIMODAL
 from lean_ft.models.float32_products import use_float32_products
 from lean_ft.models.frozen_weight import TENSORS, Frozen
@@ -37,7 +44,7 @@ from lean_ft.models.load_options import LoadKeywords, LoadOptions, load_options
 from lean_ft.models.moe import experts_of
 from lean_ft.models.new_model import Fill, empty_decoder, fill_model, random_weights
 from lean_ft.models.safetensors_file import StoredTensor
-from lean_ft.models.source import Source, all_tensors, name_in_language_model, parts_on_disk, tensors_on_disk
+from lean_ft.models.source import Source, all_tensors, name_in_language_model, tensors_on_disk
 from lean_ft.models.stored_weights import STORED_DTYPES, first_few, stored_config, stored_tensors
 from lean_ft.models.vision.config import VISION_FAMILIES, read_tower
 from lean_ft.settings import ModelConfig
@@ -118,6 +125,9 @@ def _load(
     folder = here.read(lambda: resolve_model_path(place, weights=needs_weights), lambda: planned_model_path(place))
     options = options.for_folder(folder)
     spec = read_spec(folder, options, is_quantized)
+    settings = path if isinstance(path, ModelConfig) else None
+    if settings is not None and settings.mtp == "train":
+        spec = replace(spec, config=with_drafting_layers(spec.config, spec.source))
     if device is None:
         return build(spec)
     if spec.config.num_scores and options.scores is None:
@@ -129,10 +139,14 @@ def _load(
     if gguf_file(folder) is not None:
         stored_tensors(folder)  # raises unless the file has the model's weights
     model = build(spec)
+    if settings is not None and settings.trains_drafting_alone:
+        freeze_trunk(model)
 
     def open_weights() -> Fill:
         use_float32_products()
-        return random_weights(model) if options.random_init else _stored_weights(model)
+        if options.random_init:
+            return random_weights(model)
+        return _stored_weights(model, drops_drafting=settings is not None and settings.mtp == "drop")
 
     here.fill(model, open_weights, lambda fill: _fill(model, device, fill, options))
     return model
@@ -232,12 +246,15 @@ def build(spec: Spec) -> Decoder:
     return model
 
 
-def _stored_weights(model: Decoder) -> Fill:
-    """Read the folder's weights. Raises ValueError unless they match the model's parameters."""
+def _stored_weights(model: Decoder, drops_drafting: bool = False) -> Fill:
+    """Read the folder's weights; with `drops_drafting`, as if it had no drafting layers. Raises ValueError unless they
+    match the model's parameters."""
     source = model.source
     assert source.folder is not None
     whole = dequantized(stored_tensors(source.folder), source.quantization)
     names = _names_in_language_model(model, whole)
+    if drops_drafting:
+        names = {name: own for name, own in names.items() if own is None or not is_drafting(own, source.config)}
     own = {own: whole[name] for name, own in names.items() if own is not None}
     own |= stored_dense(source.folder, model.config.dense)
     stacks = {name: tensor for name in _one_per_expert(model) if isinstance(tensor := own.get(name), StoredTensor)}
@@ -248,9 +265,9 @@ def _stored_weights(model: Decoder) -> Fill:
     are_transposed = any(plain != expected == transposed for plain, transposed, expected in shapes)
     source.stacks = dict.fromkeys(stacks, are_transposed)
     own |= {name: tensor.transposed for name, tensor in stacks.items() if are_transposed}
+    draw = new_layers(model, own)
     stored = _match(model, own, source.folder)
-    if model.config.has_output and not model.config.num_scores:  # others draft no tokens
-        source.drafting = drafting_of(names, whole, source, model.config.vocab_size)
+    source.drafting = drafting_of(names, whole, model)
     if source.part_of:
         _keep_names(model, names, stored)
 
@@ -260,7 +277,14 @@ def _stored_weights(model: Decoder) -> Fill:
         return form_in_folder(name, pieces, parameter.shape, parameter.dtype) if pieces else None
 
     source.form_in_folder = form
-    return lambda name, parameter: _read(source, stored, name, parameter)
+
+    def fill(name: str, parameter: Tensor) -> None:
+        if draw is not None and is_new_layer(name, source):
+            draw(name, parameter)
+        else:
+            _read(source, stored, name, parameter)
+
+    return fill
 
 
 def _names_in_language_model(model: Decoder, whole: Iterable[str]) -> dict[str, str | None]:
@@ -357,7 +381,12 @@ def _match(model: Decoder, stored: dict[str, Readable], folder: Path) -> dict[st
         for name, tensor in stored.items()
         if not name.startswith(unread) and not name.endswith(ends) and not is_drafting(name, model.source.config)
     }
-    expected = {name: part.shape for name, part in parts_on_disk(model, as_read=True).items()}
+    expected = {
+        place: part.shape
+        for name, tensor in all_tensors(model)
+        if not is_new_layer(name, model.source)
+        for place, part in model.source.stored(name, tensor, as_read=True)
+    }
     if model.source.score_is_new:
         expected = {name: shape for name, shape in expected.items() if not name.startswith("score.")}
     if missing := expected.keys() - stored.keys():

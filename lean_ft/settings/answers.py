@@ -176,7 +176,7 @@ class AskedModelConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _does_not_train(self) -> "AskedModelConfig":
-        for name in ("new_tokens", "router_aux_loss_coef"):
+        for name in ("new_tokens", "router_aux_loss_coef", "mtp", "mtp_trunk", "mtp_weight"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for training. Remove it; a trained model's folder has its tokens.")
         return self

@@ -18,6 +18,7 @@ from lean_ft.settings.devices import MemoryConfig, ParallelConfig
 from lean_ft.settings.losses import (
     SELF,
     DistillConfig,
+    LossConfig,
     PolicyLossConfig,
     PPOLossConfig,
     PreferenceLossConfig,
@@ -183,6 +184,53 @@ CONFLICTS = [
     Conflict(
         lambda data: not data.reads_separator and _differs(data, "separator"),
         "data.separator={data.separator} is for chats and prompts, and this recipe reads texts as they are. Remove it.",
+    ),
+    # Drafting layers
+    Conflict(
+        lambda model: _differs(model, "mtp_trunk") and model.mtp != "train",
+        "model.mtp_trunk={model.mtp_trunk} is used only with model.mtp=train. Set model.mtp, or remove it.",
+    ),
+    Conflict(
+        lambda model: _differs(model, "mtp_weight") and (model.mtp != "train" or model.mtp_trunk == "frozen"),
+        "model.mtp_weight={model.mtp_weight:g} is used only with model.mtp=train and model.mtp_trunk=train. Set them, "
+        "or remove it.",
+    ),
+    Conflict(
+        lambda recipe, model: model.mtp == "train" and recipe.group(LossConfig) is None,
+        "model.mtp=train trains drafting layers by the next tokens of completions, which only the recipes finetune and "
+        "full_finetune_single_device do. Train the model here with model.mtp=keep, and then its drafting layers there.",
+    ),
+    Conflict(
+        lambda model, score_loss: model.mtp == "drop",
+        "model.mtp=drop has no effect here: a model of scores drafts no tokens and is saved without drafting layers. "
+        "Remove it.",
+    ),
+    Conflict(
+        lambda recipe, model: model.mtp != "keep" and recipe.group(LoRAConfig) is not None,
+        "model.mtp={model.mtp} is about the layers of a saved model, and this run saves an adapter alone. Remove it; "
+        "merge the adapter with `leanft export`, and train drafting layers on the merged model.",
+    ),
+    Conflict(
+        lambda model: model.mtp == "train" and model.images != "none",
+        "model.mtp=train trains drafting layers of the language model alone. Set model.images=none.",
+    ),
+    Conflict(
+        lambda model: model.trains_drafting_alone and model.new_tokens,
+        "model.new_tokens adds rows that train, and model.mtp_trunk=frozen freezes them. Set model.mtp_trunk=train, or "
+        "remove model.new_tokens.",
+    ),
+    *(
+        Conflict(
+            lambda model, parallel, name=name: model.mtp == "train" and getattr(parallel, name) > 1,
+            f"parallel.{name}={{parallel.{name}}} does not divide drafting layers. Set parallel.{name}=1, or "
+            "model.mtp=keep.",
+        )
+        for name in ("context", "tensor", "experts")
+    ),
+    Conflict(
+        lambda model, quantize: model.mtp == "train" and quantize.train is not None,
+        "quantize.train={quantize.train} quantizes the layers that engines quantize, and not drafting layers. Set "
+        "model.mtp=keep, and train drafting layers in another run.",
     ),
     # Images
     Conflict(

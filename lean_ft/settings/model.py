@@ -41,6 +41,21 @@ class ModelConfig(Settings):
     """Mixture of experts: weight of the router's load-balancing loss, added to the mean loss. 0 disables it. null uses
     config.json's weight if output_router_logits is true there, and 0 otherwise, as transformers does."""
 
+    mtp: Literal["keep", "train", "drop"] = "keep"
+    """Drafting layers, with which engines decode speculatively (multi-token prediction). `keep`: saved folders have
+    their tensors as they were. `train`: they are computed and trained; a folder without them gets one with random
+    weights. `drop`: saved folders have none, and their config.json promises none. See docs/drafting.md."""
+    mtp_trunk: Literal["frozen", "train"] = "frozen"
+    """With mtp=train: whether the rest of the model is frozen, or trains with its own loss plus mtp_weight times the
+    loss of the drafting layers."""
+    mtp_weight: PositiveFloat = Field(0.3, le=100)
+    """With mtp_trunk=train: weight of the drafting layers' loss, the mean over the layers. DeepSeek-V3 used 0.3, and
+    0.1 for the last third of its tokens."""
+
+    @property
+    def trains_drafting_alone(self) -> bool:
+        return self.mtp == "train" and self.mtp_trunk == "frozen"
+
     @property
     def has_tower(self) -> bool:
         """Whether the vision tower of a multimodal model is loaded."""

@@ -96,6 +96,8 @@ def _state(row: Row) -> list[str]:
         shown = [f"{HEADLINES[name]} {loss if name == 'loss' else number(row[name])}" for name in names]
     else:
         shown = [f"loss {loss}"]
+        if (drafting := row.get("mtp_loss")) is not None and drafting != row["loss"]:
+            shown.append(f"mtp loss {number(drafting)}")
         if (margin := row.get("rewards/margins")) is not None:
             shown.append(f"margin {number(margin)}")
         if (right := row.get("rewards/accuracies")) is not None:

@@ -81,6 +81,7 @@ def _with_group(group: type, test: Callable[[Any], bool] = lambda group: True) -
 SCORES = _with_group(ScoreLossConfig)  # an output layer of scores
 TEXTS = _with_group(DataConfig, lambda data: not data.reads_chats)
 ONLINE_RECIPES = _with_group(PromptDataConfig)
+ASKED, FINETUNE = ["generate", "chat", "evaluate"], ["finetune", "full_finetune_single_device"]
 WHOLE_OUTPUT = [one for one in BASE if "parallel.vocabulary" in settings_of(one) and one != "finetune"]
 
 
@@ -103,6 +104,7 @@ GPU, TWO_GPUS = "1 x A100 80GB", "2 x A100 80GB"
 SAMPLED = "temperature=2 seed=3"
 SEES = "model.path=IN/sees model.images=frozen data.source=IN/photos.jsonl data.validation_source=null data.chat=auto"
 MIXTURE = "model.path=IN/experts model.random_init=true"
+DRAFTS = "model.path=IN/drafts model.mtp=train"
 TOOLED = "model.path=IN/tooled tools.functions=[IN/tools.py:add] tools.calls=1"
 CALLING = {
     "process": "true",
@@ -124,6 +126,9 @@ CASES = {
     "model.new_tokens": Case("[<new>]"),
     "model.images": Case("train", SEES),
     "model.family": Case("IN/other_family.py:mine", "model.path=IN/mine model.family=IN/family.py:mine"),
+    "model.mtp": Case("drop", "model.path=IN/drafts"),
+    "model.mtp_trunk": Case("train", DRAFTS),
+    "model.mtp_weight": Case("1", f"{DRAFTS} model.mtp_trunk=train"),
     "data.image_tokens": Case("4", SEES),
     "model.router_aux_loss_coef": Case("0.5", "model.path=IN/experts model.random_init=true"),
     "epochs": Case("0.5", "max_steps=null"),
@@ -246,6 +251,7 @@ CASES = {
     "tasks": Case("[IN/task.yaml]"),
     "num_fewshot": Case("2", "tasks=[IN/task.yaml]"),
     "limit": Case("1"),
+    "drafts": Case("1", "model.path=IN/drafts"),
     "pattern": Case("()"),
     "output": Case("elsewhere"),
     "distill.teacher": Case("tiny"),
@@ -342,6 +348,7 @@ OF_RECIPE: dict[str, Case | None] = {
         "IN/other_family.py:mine", "model.path=IN/mine model.family=IN/family.py:mine loss=true"
     ),
     "ppo loss.gamma": Case("0.5"),
+    "ppo model.mtp": Case("drop", "model.path=IN/drafts value.path=tiny"),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
     **{f"{recipe} memory.loss_accumulation_dtype": Case("weight") for recipe in SCORES},
     "classify data.chat_template_kwargs": Case("{effort: low}"),
@@ -489,6 +496,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         ["quantize"],
         "model.new_tokens model.router_aux_loss_coef model.random_init",
     ),
+    "mtp is for training": ([*ASKED, "quantize"], "model.mtp"),
+    "only the recipes finetune and full_finetune_single_device": (
+        [one for one in BASE if one not in (*FINETUNE, *ASKED, "quantize")],
+        "model.mtp_trunk model.mtp_weight",
+    ),
+    # The setting before these two, which the run without them has, is refused as well.
+    "is for training": ([*ASKED, "quantize"], "model.mtp_trunk model.mtp_weight"),
+    "a model of scores drafts no tokens": (SCORES, "model.mtp"),
     "loads its tokenizer without it": (["evaluate", "quantize"], "data.chat_template"),
     "the model reads texts alone": (["generate"], "model.images"),
     "Set model.images=frozen": (["evaluate"], "model.images"),

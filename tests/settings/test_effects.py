@@ -27,8 +27,10 @@ from safetensors.torch import load_file, save_file
 from lean_ft.cli.run import run_recipe
 from lean_ft.generation import texts
 from lean_ft.hub.paths import resolve_model_path
+from lean_ft.models import load_model, save_model
 from lean_ft.plan.devices import CPU, Machines, find_device
 from lean_ft.plan.rehearsal import rehearse
+from lean_ft.settings import ModelConfig
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
 from lean_ft.tools import Call, Turn
@@ -103,6 +105,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     config |= {"num_experts_per_tok": 2, "intermediate_size": 32, "num_hidden_layers": 1}
     (folder / "experts" / "config.json").write_text(json.dumps(config))
     (folder / "experts" / "model.safetensors").unlink()
+    shutil.copytree(folder / "experts", folder / "drafts")
+    config |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 4, "n_group": 1}
+    config |= {"moe_intermediate_size": 32, "topk_group": 1, "num_nextn_predict_layers": 1, "num_local_experts": 1}
+    config |= {"tie_word_embeddings": False}
+    (folder / "drafts" / "config.json").write_text(json.dumps(config))
+    drafting = ModelConfig(path=str(folder / "drafts"), dtype="float32", random_init=True, mtp="train")
+    save_model(load_model(drafting), folder / "drafts")
     rows = [
         {"prompt": f"What is {i} plus {i}?" * (1 + i % 2), "completion": f"It is {2 * i}, I think."} for i in range(6)
     ]
