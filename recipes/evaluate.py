@@ -17,9 +17,7 @@ from lean_ft.embedding.mteb_tasks import model_of_mteb, run_mteb_tasks, split_ta
 from lean_ft.generation import open_model
 from lean_ft.generation.drafting import measure_drafts
 from lean_ft.generation.tasks import find_tasks, run_tasks
-from lean_ft.losses import TokenStatistics
 from lean_ft.models import Decoder
-from lean_ft.quantize.held_out_loss import mean_loss
 from lean_ft.settings import AskedModelConfig, Device, FilePath, Name, Settings, SFTDataConfig
 from lean_ft.settings.base import RegularExpression
 from lean_ft.system.log import say
@@ -27,7 +25,7 @@ from lean_ft.system.units import number
 from lean_ft.tokenizers import Tokenizer
 from lean_ft.training import answer_held_out
 from lean_ft.training.answers import AnswerReport, all_are_questions
-from lean_ft.training.by_source import in_brackets
+from lean_ft.training.by_source import held_out_losses
 from lean_ft.training.kept_evaluations import ResultsFile
 
 
@@ -118,12 +116,7 @@ def ask_file(
     questions = EvalBatches(batches.layout, batches.report) if held_out is None else held_out
     found: dict[str, Any] = {}
     if cfg.loss:
-        statistics, device = TokenStatistics(), model.output_weight.device
-        batches_there = (batch.to(device) for batch in statistics.following(questions))
-        found["loss"] = mean_loss(model, batches_there, statistics)
-        of_sources = {name.removeprefix("loss/"): mean.item() for name, mean in statistics.source_means().items()}
-        found |= {"loss_by_source": of_sources} if of_sources else {}
-        say("loss", number(found["loss"]) + in_brackets(of_sources, number))
+        found = held_out_losses(model, questions)
     if cfg.drafts:
         found["drafts"] = measure_drafts(model, tokenizer, questions, cfg.drafts, cfg.limit)
     if cfg.drafts or (cfg.loss and not all_are_questions(questions)):

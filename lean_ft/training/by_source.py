@@ -6,10 +6,15 @@ several sources.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from lean_ft.data import Prompt
 from lean_ft.data.batches import EvalBatches
+from lean_ft.losses import TokenStatistics
+from lean_ft.models import Decoder
+from lean_ft.quantize.held_out_loss import mean_loss
 from lean_ft.settings import RecipeConfig
+from lean_ft.system.log import say
 from lean_ft.system.units import counted, number
 from lean_ft.training.metrics import Row, is_number
 
@@ -50,6 +55,16 @@ def in_brackets(
     parts += [f"{ends[0]} of {len(values)}: {listed(falling[: MOST_SHOWN - _LOWEST_SHOWN])}"]
     parts += [f"{ends[1]}: {listed(falling[-_LOWEST_SHOWN:])}"]
     return f" ({'; '.join(parts)})"
+
+
+def held_out_losses(model: Decoder, held_out: EvalBatches) -> dict[str, Any]:
+    """Return and say the mean loss over the targets of held-out rows as `loss`, and the losses of several sources as
+    `loss_by_source`."""
+    statistics, device = TokenStatistics(), model.output_weight.device
+    loss = mean_loss(model, (batch.to(device) for batch in statistics.following(held_out)), statistics)
+    of_sources = {name.removeprefix("loss/"): mean.item() for name, mean in statistics.source_means().items()}
+    say("loss", number(loss) + in_brackets(of_sources, number))
+    return {"loss": loss, **({"loss_by_source": of_sources} if of_sources else {})}
 
 
 def describe_held_out(held_out: object) -> str | None:
