@@ -349,6 +349,9 @@ OF_RECIPE: dict[str, Case | None] = {
     ),
     "ppo loss.gamma": Case("0.5"),
     "ppo model.mtp": Case("drop", "model.path=IN/drafts value.path=tiny"),
+    "quantize data.near_duplicates": Case(
+        "drop", "data.validation_source=null data.source=[IN/rows.jsonl,IN/others.jsonl]"
+    ),
     "ppo loss.kl_weight": Case("1", "generation.passes=1"),
     **{f"{recipe} memory.loss_accumulation_dtype": Case("weight") for recipe in SCORES},
     "classify data.chat_template_kwargs": Case("{effort: low}"),
