@@ -16,7 +16,7 @@ from lean_ft.system.contents import name_of_file
 from lean_ft.system.spelling import did_you_mean
 
 if TYPE_CHECKING:
-    from lean_ft.settings.data import DataSource, RowsConfig, Sources
+    from lean_ft.settings.data import DataSource, RowsConfig
 
 MOST_CHARACTERS = 40
 _ENDING = r"(\.(jsonl?|csv|tsv|txt|md|parquet|gz|zst|zstd))+$"
@@ -35,7 +35,7 @@ def _is_name(name: str) -> str:
 SourceName = Annotated[str, AfterValidator(_is_name)]
 
 
-def source_names(sources: "Sources") -> list[str]:
+def source_names(sources: "str | Sequence[str | DataSource]") -> list[str]:
     """Return the name of each source. Those that the user gave may be equal."""
     listed = [sources] if isinstance(sources, str) else sources
     given = [None if isinstance(one, str) else one.name for one in listed]
