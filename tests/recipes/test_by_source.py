@@ -90,7 +90,14 @@ def test_a_run_that_watches_a_source_resumes_bitwise(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("case", "settings"), [("finetune", ()), ("finetune", ("parallel.vocabulary=cut",)), ("dpo", ())]
+    ("case", "settings"),
+    [
+        ("finetune", ()),
+        ("finetune", ("parallel.vocabulary=cut",)),
+        ("finetune", ("parallel.context=2",)),
+        ("dpo", ("parallel.tensor=2",)),
+        ("dpo", ()),
+    ],
 )
 def test_two_processes_have_the_means_of_one(tmp_path: Path, case: str, settings: tuple[str, ...]) -> None:
     held_out = f"[{', '.join(written(tmp_path, CASES[case][0]).values())}]"

@@ -282,7 +282,7 @@ def test_an_unknown_key_names_a_valid_one(override, nearest):
         ("model.path=null", "text", "null"),
         (
             "data.source={a: b}",
-            "text or list of text or {path, format, columns, weight, share, subset, split}",
+            "text or list of text or {path, format, columns, weight, share, subset, split, name}",
             '{"a": "b"}',
         ),
         ("data.columns=prompt", "mapping of text to text", "'prompt'"),
