@@ -14,13 +14,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from results import RESULTS, Hardware, print_result, require_hardware, write_result
-from vllm_server import VERSION, vllm_server
+from vllm_server import VERSION, draft_counters, greedy_ids, vllm_server
 
 from lean_ft.data import EvalBatches, prepare_batches
 from lean_ft.data.columns import Document
@@ -57,7 +56,6 @@ CONFIG = {
 }
 TRAIN = ("model.dtype=float32", "data.source=tiny/train.jsonl", "data.max_length=512", "batch_size=32")
 TRAIN += ("optimizer.lr=3e-3", "schedule.warmup_steps=20", "clip_grad_norm=1", "device=cpu", "plan=false")
-COUNTER = "vllm:spec_decode_num_"
 
 
 def train(top: Path) -> Path:
@@ -82,28 +80,6 @@ def held_out(model: Decoder, tokenizer: Any, limit: int) -> tuple[list[Document]
     return [prompt for prompt, _ in asked], Sampling(longest, stop_ids=stop_ids(model, tokenizer))
 
 
-def answered(url: str, folder: Path, prompt: Document, sampling: Sampling) -> list[int]:
-    body = {"model": str(folder), "prompt": prompt.ids.tolist(), "max_tokens": sampling.max_new_tokens}
-    body |= {"temperature": 0, "return_token_ids": True, "stop_token_ids": sorted(sampling.stop_ids)}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        return json.load(reply)["choices"][0]["token_ids"]
-
-
-def counters(url: str) -> dict[str, float]:
-    """vLLM's counters of drafts; accepted ones by their place."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
-        lines = [line for line in reply.read().decode().splitlines() if line.startswith(COUNTER) and "_total" in line]
-    found = dict[str, float]()
-    for line in lines:
-        name = line.removeprefix(COUNTER).partition("_total")[0]
-        place = line.partition('position="')[2].partition('"')[0]
-        found[name + place] = float(line.split()[-1])
-    return found
-
-
 def compare(folder: Path, top: Path, limit: int) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     asked = AskedModelConfig.model_validate({"path": str(folder), "dtype": "float32", "images": "none"})
@@ -114,8 +90,11 @@ def compare(folder: Path, top: Path, limit: int) -> list[dict[str, Any]]:
         found = accepted_drafts(model, prompts, sampling, number, 16384) if number else AcceptedDrafts(0, ())
         drafts = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": number}))
         with vllm_server(folder, "--max-model-len", "512", *(drafts if number else ()), log=top / "log") as server:
-            served = [answered(server.url, folder, prompt, sampling) for prompt in prompts]
-            counted = counters(server.url)
+            served = [
+                greedy_ids(server.url, folder, prompt.ids.tolist(), sampling.max_new_tokens, sampling.stop_ids)
+                for prompt in prompts
+            ]
+            counted = draft_counters(server.url)
         equal = sum(one == other for one, other in zip(own, served, strict=True))
         rows.append(
             {

@@ -42,6 +42,7 @@ BENCHMARKS = (
     "against_transformers",
     "embeddings",
     "engines",
+    "drafting",
     "optimizer_step",
     "data_preparation",
     "loading",

@@ -6,6 +6,7 @@ The environment variable VLLM_PYTHON names the Python of another environment.
 """
 
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import randrange
@@ -145,6 +146,29 @@ def vllm_server(folder: Path, *flags: str, log: Path) -> Iterator[VLLMProcess]:
         yield server
     finally:
         server.kill()
+
+
+def greedy_ids(url: str, folder: Path, prompt: list[int], most: int, stop_ids: Collection[int] = ()) -> list[int]:
+    """The server's greedy completion of token ids, of at most `most` tokens."""
+    body = {"model": str(folder), "prompt": prompt, "max_tokens": most, "temperature": 0, "return_token_ids": True}
+    body |= {"stop_token_ids": sorted(stop_ids), "ignore_eos": not stop_ids}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return json.load(reply)["choices"][0]["token_ids"]
+
+
+def draft_counters(url: str) -> dict[str, float]:
+    """The server's counters of drafts: `drafts`, and `accepted_tokens_per_pos0` and so on by their place."""
+    start, found = "vllm:spec_decode_num_", dict[str, float]()
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+        lines = [line for line in reply.read().decode().splitlines() if line.startswith(start) and "_total" in line]
+    for line in lines:
+        name = line.removeprefix(start).partition("_total")[0]
+        place = line.partition('position="')[2].partition('"')[0]
+        found[name + place] = float(line.split()[-1])
+    return found
 
 
 def _free_port() -> int:

@@ -27,7 +27,7 @@ from lean_ft.models.vision.config import VISION_FAMILIES  # noqa: E402
 from tests.models.family_cases import CASES, ENCODER_CASES, LLAMA3, SIZES, YARN  # noqa: E402
 
 SHARED = DecoderConfig, LayerConfig, MixtureConfig, LatentConfig, RopeConfig
-WITHOUT = "parts", "own", "has_output", "dense"  # the last two are facts of how a folder is loaded
+WITHOUT = "parts", "own", "has_output", "dense", "num_drafting"  # the last three: how a folder is loaded
 _YARN = YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}
 _ON_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 

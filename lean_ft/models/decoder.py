@@ -167,6 +167,8 @@ class Decoder(nn.Module):
         tokens = self.sharding.row_tokens if cache is None else None
         if tokens is not None and positions is None:
             raise ValueError("positions are required if ranks share a row.")
+        if return_drafts and (tokens is not None or cache is not None or prefixes is not None):
+            raise ValueError("drafting layers read whole rows of texts, without a cache or prefixes.")
         inserts = inserts_of(self, inputs, input_ids.device, shares_rows=tokens is not None)
         rows = input_ids if tokens is None or positions is None else positions
         if self.config.bidirectional and cu_seqlens is None and is_token is not None:
@@ -179,7 +181,8 @@ class Decoder(nn.Module):
         positions = positions_of(rows, positions, cu_seqlens, cache, lengths, prefixes, inserts.position_shift)
         routes = Routes(self, is_token, cache, recorded_experts)
         drafts: list[Tensor] | None = [] if return_drafts else None
-        hidden = self._through_layers(input_ids, positions, cu_seqlens, cache, sight, inserts, routes, drafts)
+        texts = Pass(None, None, cu_seqlens, sight=sight)
+        hidden = self._through_layers(input_ids, positions, texts, cache, inserts, routes, drafts)
         if cache is not None:
             cache.advance(routes.chosen)
         result = hidden if return_hidden else self.logits(hidden)
@@ -225,18 +228,18 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        cu_seqlens: Tensor | None,
+        texts: Pass,
         cache: KVCache | None,
-        sight: Sight | None,
         inserts: Inserts,
         routes: Routes,
         drafts: list[Tensor] | None,
     ) -> Tensor:
-        """Hidden states of the width of `output_weight`; those of drafting layers are added to `drafts`."""
+        """Hidden states of the width of `output_weight`. `texts` has the documents and sight of the batch; hidden
+        states of drafting layers are added to `drafts`."""
         hidden, input_ids = inserts.embedded(self.model.embedded(input_ids, positions), input_ids)
-        embedded = hidden
-        sights = inserts.sights(sight, self.config.layers)
-        rotations = self.rotations(positions, hidden.dtype, cu_seqlens, cache, inserts)
+        embedded = hidden if drafts is not None else None  # only then kept during the layers
+        sights = inserts.sights(texts.sight, self.config.layers)
+        rotations = self.rotations(positions, hidden.dtype, texts.cu_seqlens, cache, inserts)
         hidden, inputs = self.model.into_layers(hidden, input_ids)
         keys_and_values: dict[int, KeysAndValues | None] = {}
 
@@ -244,7 +247,7 @@ class Decoder(nn.Module):
             kv_from_layer = self.config.layers[i].kv_from_layer
             return Pass(
                 *rotations[self.config.rotation_of(i)],
-                cu_seqlens,
+                texts.cu_seqlens,
                 cache=(None, None) if cache is None else cache.layer(i),
                 sight=sights[i],
                 shared=None if kv_from_layer is None else keys_and_values[kv_from_layer],
@@ -258,7 +261,7 @@ class Decoder(nn.Module):
                 routes.add(i, *routed)
             hidden = inserts.after(i, hidden)
         hidden = self.model.out_of_layers(hidden)
-        if drafts is not None:
+        if drafts is not None and embedded is not None:
             drafts += drafted(self.drafting, hidden, embedded, context, routes, self.config.num_layers)
         if self.config.logits_divisor != 1.0:  # divides hidden states, because losses never hold all logits at once
             hidden = hidden / self.config.logits_divisor
