@@ -31,7 +31,7 @@ from lean_ft.tools.schemas import json_schema
 
 SEED = 0
 NUM_PROMPTS = {"train": 512, "validation": 200}
-NUM_CALLS = {"train": 256, "validation": 64}
+NUM_CALLS = {"train": 192, "validation": 64}
 NUM_CHATS, QUESTIONS = 8000, 4  # for the model: chats, and questions of a chat, after one description of the tool
 CALLED = 0.7, 0.7, 0.7, 0.15  # share of the answers with a call, in each quarter of the chats: see above
 FOLDER = Path(__file__).parents[1] / "lean_ft" / "assets" / "tiny-tools"

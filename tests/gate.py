@@ -46,6 +46,7 @@ RECIPES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "classify": ("classify", "tiny/classify", (*OFFLINE, "batch_size=4")),
     "distill": ("distill", "tiny/distill", (*OFFLINE, "batch_size=4")),
     "on_policy": ("distill", "tiny/distill", (*OFFLINE, "batch_size=4", *ON_POLICY)),
+    "self_distill": ("distill", "tiny/self_distill", (*OFFLINE, "batch_size=4")),
     "kto": ("kto", "tiny/kto", PAIRS),
     "reward": ("reward", "tiny/reward", PAIRS),
     "online_dpo": ("online_dpo", "tiny/online_dpo", (*ONLINE, "batch_size=2")),

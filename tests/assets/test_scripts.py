@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Folder -> its largest size in bytes, and the number of files that its script makes.
-FOLDERS = {"tiny": (3_600_000, 12), "tiny-images": (2_000_000, 8), "tiny-tools": (1_000_000, 6)}
+FOLDERS = {"tiny": (3_600_000, 12), "tiny-images": (2_000_000, 8), "tiny-tools": (1_000_000, 8)}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
