@@ -161,8 +161,8 @@ def describe(result: dict[str, Any]) -> str:
     """The caption of the table."""
     settings, least = result["settings"], min(row["numbers"] for row in result["rows"])
     return (
-        f"leanft merge against mergekit {settings['mergekit']}, two models of random weights ({least:,} numbers, and "
-        "2 GB); differences relative to a tensor's largest number; memory above that before the merge"
+        f"merges by lean_ft and by mergekit {settings['mergekit']}, two models of random weights ({least:,} numbers, "
+        "or 2 GB); differences relative to a tensor's largest number; memory above that before the merge"
     )
 
 

@@ -32,7 +32,7 @@ def merge_models(
         found = f"found {models[0]} alone" if models else "found none"
         raise ValueError(f"merge needs at least two models; {found}. Name the folders one after another.")
     formula, destination = formula_of(settings, len(models)), Path(output).expanduser()
-    are_adapters = [is_adapter(find_finished(model)) for model in models]
+    are_adapters = [is_adapter(find_finished(model, quick=True)) for model in models]
     if all(are_adapters):
         return merge_adapters(models, destination, formula, settings, force)
     if any(are_adapters):

@@ -40,7 +40,6 @@ class MergeInput:
     model: Decoder  # on the meta device
     config: dict[str, Any]  # of config.json
     tensors: dict[str, StoredTensor]  # by name in the folder
-    key: str  # fingerprint of the weights
     tokenizer: Tokenizer | None
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class MergedTensor:
     stored: Sequence[StoredTensor]  # of each model
     base: StoredTensor | None
     formula: Formula
-    keys: Sequence[str]
+    keys: Sequence[str]  # of each model, for random masks
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,8 +195,7 @@ def open_input(given: str | Path) -> MergeInput:
                 "dtype first: leanft export FOLDER NEW --dtype float32."
             )
         tensors[name] = tensor
-    key, tokenizer = weights_fingerprint(folder) or "", tokenizer_of_input(str(given), folder)
-    return MergeInput(str(given), folder, model, config, tensors, key, tokenizer)
+    return MergeInput(str(given), folder, model, config, tensors, tokenizer_of_input(str(given), folder))
 
 
 def tokenizer_of_input(given: str, folder: Path) -> Tokenizer | None:
@@ -229,7 +228,7 @@ def _check_alike(inputs: Sequence[MergeInput], base: MergeInput | None, settings
 def _tensors(
     inputs: Sequence[MergeInput], base: MergeInput | None, formula: Formula
 ) -> dict[str, MergedTensor | _CopiedTensor]:
-    keys = [one.key for one in inputs]
+    keys = [weights_fingerprint(one.folder) or "" for one in inputs] if formula.method.at_random else []
     merged = dict[str, MergedTensor | _CopiedTensor]()
     for name, tensor in inputs[0].tensors.items():
         stored = [one.tensors[name] for one in inputs]
