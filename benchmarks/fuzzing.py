@@ -50,7 +50,9 @@ from tiny_runs import CONFIG, recipe, write_inputs
 
 from lean_ft.cli.errors import explain
 from lean_ft.data import prepare_batches
+from lean_ft.data.contexts import ContextReader
 from lean_ft.data.formats import NUM_ROWS_TO_DETECT
+from lean_ft.data.near_duplicates import near_duplicates
 from lean_ft.data.sft import SFTReader
 from lean_ft.data.sources import RowSources
 from lean_ft.export import export_gguf
@@ -72,7 +74,7 @@ from lean_ft.optim.loss_scaler import LossScaler
 from lean_ft.peft import apply_lora, load_adapter, save_adapter
 from lean_ft.peft.lora import quantize_as_loaded
 from lean_ft.peft.stored_adapter import labels_of, read_adapter
-from lean_ft.settings import LoRAConfig, SFTDataConfig, recipe_name
+from lean_ft.settings import LoRAConfig, SFTDataConfig, TaughtDataConfig, recipe_name
 from lean_ft.settings.converted_config import convert_config
 from lean_ft.settings.text import load_config
 from lean_ft.system import catalog
@@ -302,6 +304,11 @@ def break_json(content: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.choice((1, 1, 2, 3))):
         value = break_value(value, chance)
     return as_json(value)
+
+
+def break_copy(content: bytes, chance: random.Random) -> bytes:
+    """A line of JSON, and a broken copy of it."""
+    return content + b"\n" + break_json(content, chance) + b"\n"
 
 
 def break_yaml(content: bytes, chance: random.Random) -> bytes:
@@ -612,6 +619,26 @@ def _rows(folder: Path) -> dict[str, Target]:
 
     jsonl, read_jsonl = reader("rows.jsonl", templated)
     found = {"rows of JSONL": Target(20, jsonl, lines, break_json, read_jsonl)}
+    repeated, taught = folder / "repeated.jsonl", folder / "taught.jsonl"
+
+    def read_repeats() -> None:
+        config = SFTDataConfig(source=str(repeated))
+        sources = RowSources.of(config)
+        near_duplicates(config, SFTReader.of(sources, sources.first_rows(NUM_ROWS_TO_DETECT), templated))
+
+    def read_contexts() -> None:
+        config = TaughtDataConfig(source=str(taught), columns={"context": "hint"})
+        sources = RowSources.of(config)
+        contexts = ContextReader.of(sources, sources.first_rows(NUM_ROWS_TO_DETECT), templated)
+        for row in sources.rows():
+            contexts.passages(row)
+
+    hints: list[Any] = ["Be brief.", MESSAGES[1:]]
+    with_hints = [as_json({**row, "hint": hint}) for row in (chats[0], chats[2]) for hint in hints]
+    found["repeats of rows"] = Target(
+        10, repeated, [*map(as_json, chats)], break_copy, read_repeats, (2.0, 200 * 2**20)
+    )
+    found["rows with a context"] = Target(10, taught, with_hints, break_json, read_contexts)
     table = b'prompt,completion\nWhat?,That.\n"a ""b""","c\nd"\n'
     file, read = reader("rows.csv", tokenizer)
     found["rows of CSV"] = Target(5, file, [table, table.replace(b",", b";")], break_bytes, read)
