@@ -92,8 +92,8 @@ def main(cfg: Config) -> None:
         for batch in statistics.following(held_out):
             scores, losses, _ = scores_and_losses(batch := batch.to(device))
             is_right = predictions.add(scores, batch.targets, batch.text_of)
-            statistics.add(loss=losses.sum())
-            statistics.by_source(loss=losses, accuracy=is_right)
+            statistics.add_rows(loss=losses)
+            statistics.by_source(accuracy=is_right)
             num_texts += batch.num_texts
         num_texts = ranks.total(num_texts)
         metrics, confusion = predictions.metrics(num_texts // ranks.num_sharing)

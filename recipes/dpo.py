@@ -62,8 +62,7 @@ def main(cfg: Config) -> None:
         tokens, pairs, num_targets, num_pairs = TokenStatistics(ranks), TokenStatistics(ranks), 0, 0
         for batch in pairs.following(held_out):
             losses, _ = losses_of(batch.to(device), tokens, pairs)
-            pairs.add(loss=losses.sum())
-            pairs.by_source(loss=losses)
+            pairs.add_rows(loss=losses)
             num_targets, num_pairs = num_targets + batch.num_targets, num_pairs + batch.num_pairs
         num_targets, num_pairs = ranks.total(num_targets), ranks.total(num_pairs)
         return tokens.means(num_targets, "eval_") | pairs.means(num_pairs, "eval_")

@@ -71,8 +71,7 @@ def main(cfg: Config) -> None:
         for batch in statistics.following(held_out):
             statistics.count(batch.is_desirable)
             losses, _ = losses_of(batch.to(device), tokens, statistics)
-            statistics.add(loss=losses.sum())
-            statistics.by_source(loss=losses)
+            statistics.add_rows(loss=losses)
             num_targets += batch.num_targets
         statistics.total_counts()
         return tokens.means(ranks.total(num_targets), "eval_") | statistics.answer_means("eval_")

@@ -86,8 +86,7 @@ def main(cfg: Config) -> None:
         for batch in statistics.following(held_out):
             scores, losses = scores_and_losses(batch := batch.to(device))
             ranking.add(scores, batch.scores, batch.sources)
-            statistics.add(loss=losses.sum())
-            statistics.by_source(loss=losses)
+            statistics.add_rows(loss=losses)
             num_rows += batch.num_rows
         return statistics.means(ranks.total(num_rows), "eval_") | ranking.metrics()
 

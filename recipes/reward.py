@@ -86,8 +86,7 @@ def main(cfg: Config) -> None:
         pairs, num_pairs = TokenStatistics(ranks), 0
         for batch in pairs.following(held_out):
             losses, _ = losses_of(batch.to(device), pairs)
-            pairs.add(loss=losses.sum())
-            pairs.by_source(loss=losses)
+            pairs.add_rows(loss=losses)
             num_pairs += batch.num_pairs
         return pairs.means(ranks.total(num_pairs), "eval_")
 

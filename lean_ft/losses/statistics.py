@@ -19,7 +19,7 @@ class TokenStatistics:
     With `ranks`, means are over the micro-batches of all ranks; each rank must add the same names.
 
     In an evaluation, loop over `following(batches)`. If the held-out rows have several sources, `means` then also has
-    the means of each, of the losses of tokens and of what `by_source` gets."""
+    the means of each, of the losses of tokens and of what `add_rows` and `by_source` get."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
@@ -34,6 +34,11 @@ class TokenStatistics:
         """Add scalars by name, each a sum over target tokens, such as `loss` or `entropy` in nats."""
         for name, value in sums.items():
             self._sums.setdefault(name, []).append(value.detach())
+
+    def add_rows(self, **values: Tensor) -> None:
+        """Add values of a held-out batch's rows, (P,) each: their sums, and the means of their sources."""
+        self.add(**{name: column.sum() for name, column in values.items()})
+        self.by_source(**values)
 
     def by_source(self, **values: Tensor) -> None:
         """Add values of a held-out batch's rows, (P,) each, only to the means of their sources."""

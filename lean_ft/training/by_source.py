@@ -96,7 +96,7 @@ def watched_loss(cfg: RecipeConfig, row: Row) -> float | None:
     if metric not in row and row[LOSS] is not None and not values_of(row, LOSS):
         raise ValueError(
             f"watched_source={cfg.watched_source}: the evaluation of this recipe has no loss of each source. In the "
-            "recipe, loop over statistics.following(held_out), and call statistics.by_source(loss=losses), as the "
+            "recipe, loop over statistics.following(held_out), and call statistics.add_rows(loss=losses), as the "
             "recipes of lean_ft do."
         )
     return row.get(metric)
