@@ -411,7 +411,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / f"lean_ft-{lean_ft.__version__}-py3-none-any.whl").touch()
     text = "".join(document.read_text() for document in DOCUMENTS)
     presets = {name for name in re.findall(r"--config ([^\s`]+)", text) if not name.startswith("runs/")}
-    presets -= {"NAME", "...", "mine.yaml"}
+    presets -= {"NAME", "...", "mine.yaml", "mixed.yaml"}
     text += "".join(catalog.find_preset(name).read_text() for name in presets)
     for name in set(re.findall(r"(?:model\.path=|  path: )([\w.-]+(?:/[\w.-]+)+)", text)) - TRAINED:
         shutil.copytree(resolve_model_path("tiny"), tmp_path / name)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lean_ft.losses.linear_cross_entropy import IGNORED_LABEL, select_targets
 from lean_ft.losses.statistics import TokenStatistics
 from lean_ft.settings import ModelConfig
-from lean_ft.system.world import in_chunks, world
+from lean_ft.system.world import in_chunks, read_number
 
 if TYPE_CHECKING:
     from lean_ft.data import Batch
@@ -114,7 +114,7 @@ def draft_labels(labels: Tensor, cu_seqlens: Tensor | None, depth: int) -> Tenso
 
 def _count(labels: Tensor, num_targets: int) -> int:
     """The number of labels, at most `num_targets`. A GPU's host waits for it."""
-    return world().read(lambda: int((labels != IGNORED_LABEL).sum()), lambda: num_targets)
+    return read_number(lambda: (labels != IGNORED_LABEL).sum(), num_targets)
 
 
 def _right(statistics: TokenStatistics) -> Tensor:

@@ -78,6 +78,7 @@ def check_divides(model: Decoder, num_ranks: int) -> None:
         "fused projections (query, key and value, or gate and up)": config.fused_qkv or config.fused_gate_up,
         "keys and values made from one latent vector": config.latent is not None,
         "layers that use another layer's keys": bool(config.kv_source_layers),
+        "drafting layers": config.num_drafting > 0,
         "learned positions": config.position_row is not None,
         "modules that only its family has": config.parts != FamilyParts() and not config.parts.splits,
         "norms over the queries and keys of all heads together": config.qk_norm == "projection",

@@ -149,6 +149,11 @@ def as_kernel(name: str, compute: Callable[[], T], inputs: Sequence["Tensor"], *
     return world().kernel(name, compute, inputs, launches)
 
 
+def read_number(number: "Callable[[], Tensor]", most: int) -> int:
+    """Return a number that the device computes, for which the host waits. A plan takes `most`."""
+    return world().read(lambda: int(number()), lambda: most)
+
+
 def in_chunks(total: int, size: int, shown: int = 1) -> Iterator[slice]:
     """Slices of `size` that cover `total`; the last one may be shorter. All do the same work after the first
     `shown`."""

@@ -76,6 +76,7 @@ def test_help_of_a_recipe_lists_its_settings(leanft, shipped):
                     "ppo",
                     "rerank",
                     "reward",
+                    "self_distill",
                     "tag",
                     "tools",
                 ]

@@ -67,7 +67,7 @@ WITH_TOY_RECIPES = [
     ("rnu", "no such command 'rnu'", "'run'", "leanft --help"),
     ("--verison", "leanft has no option --verison", "Did you mean '--version'?"),
     ("train model.path=tiny", "no such command 'train'", "leanft run finetune"),
-    ("merge runs/a b", "no such command 'merge'. Run `leanft export RUN FOLDER --merge`."),
+    ("merge_lora runs/a b", "no such command 'merge_lora'. Run `leanft export RUN FOLDER --merge`."),
     ("resume runs/a", "a run resumes if you run the same command again"),
     ("run sft model.path=tiny", "no recipe is called 'sft'. Run `leanft run finetune`."),
     ("cp qlora .", "no recipe is called 'qlora'. Run `leanft run finetune lora.rank=16 lora.quantize=nf4`."),

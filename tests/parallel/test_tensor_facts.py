@@ -63,6 +63,7 @@ OF_DECODER: dict[str, list[dict[str, Any]]] = {
     "logits_softcap": [{"logits_softcap": 3.0}],
     "head_bias": [{"head_bias": True}],
     "has_output": [{"has_output": False}],
+    "num_drafting": [{"num_drafting": 1}],
     "num_scores": [{"num_scores": 512}],  # as many as `small_training` has targets
 }
 OF_LAYER: dict[str, list[dict[str, Any]]] = {

@@ -27,6 +27,7 @@ from tests.recipes.conftest import config_of, run_recipe
 # Settings that decide which rows there are, where they are cut, what is trained, or how weights are stored.
 NOT_THE_VIEW = """
 source format columns subset split streaming on_bad_row max_bad_rows validation_source validation_fraction
+near_duplicates share_of context_template max_teacher_length mtp mtp_trunk mtp_weight
 shuffle max_length overflow truncation_side packing batch_tokens num_processes cache_dir cache_gib train_on
 max_prompt_length max_completion_length shared_prompt tools labels labels_per multi_label path family dtype random_init images router_aux_loss_coef
 """  # noqa: E501
