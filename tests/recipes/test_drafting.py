@@ -106,6 +106,7 @@ def test_new_layers_start_at_random_and_are_promised(train: Train, folder: Path,
     assert again.config.num_drafting == 1
 
 
+@pytest.mark.long
 def test_a_plan_counts_the_layers(folder: Path) -> None:
     given = (*RUN, f"model.path={folder}", "optimizer.name=adamw")
     alone = planned_run(RECIPE, *given, device=None).peak.bytes_by_label
