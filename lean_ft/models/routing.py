@@ -91,5 +91,5 @@ class RoutingStatistics:
         return {
             "expert_load": choices.amax(-1).mean() * num_experts,
             "unused_experts": (choices == 0).float().mean(),
-            "router_entropy": torch.special.entr(probabilities).sum(-1).mean() / math.log(num_experts),
+            "router_entropy": -torch.xlogy(probabilities, probabilities).sum(-1).mean() / math.log(num_experts),
         }
