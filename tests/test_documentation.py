@@ -131,8 +131,9 @@ def test_names_of_lean_ft_in_comparisons_exist(config_classes):
 @pytest.mark.long
 def test_names_of_trl_exist():
     import trl
+    from trl.experimental.sdft import SDFTConfig
 
-    configs = [getattr(trl, name) for name in dir(trl) if name.endswith("Config")]
+    configs = [SDFTConfig, *(getattr(trl, name) for name in dir(trl) if name.endswith("Config"))]
     known = {field.name for config in configs for field in dataclasses.fields(config)} | {"dataset_name"}
     known |= {field.name for field in dataclasses.fields(trl.ScriptArguments)} | set(dir(trl))
     for trainer in (trl.SFTTrainer, trl.GRPOTrainer):
