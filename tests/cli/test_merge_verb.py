@@ -8,6 +8,8 @@ import pytest
 
 from tests.export.conftest import write_model_folder
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

@@ -111,7 +111,7 @@ def test_an_adapter_goes_as_peft_reads_it(leanft, adapter: Path, server: HubServ
 
 
 @pytest.mark.usefixtures("without_curves")
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("token", [None, TOKEN])
 def test_a_dry_run_prints_what_a_push_uploads_and_sends_nothing(
     leanft, run: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch, token: str | None

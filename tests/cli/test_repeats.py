@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 TEXTS = [
     "The mill of Anu was built by two brothers beside the wide river in the year of the long flood.",
     "No one in Bela has counted the birds that sleep under the iron bridge when the winter is mild.",

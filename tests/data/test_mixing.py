@@ -29,6 +29,8 @@ from lean_ft.settings import (
 )
 from lean_ft.tokenizers import Tokenizer
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 
 @pytest.mark.parametrize("weights", [(1, 1), (2, 0.5), (0.25, 3.3), (0.001, 1)])
 def test_proportions(weights: tuple[float, float]):

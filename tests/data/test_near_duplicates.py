@@ -17,6 +17,8 @@ from lean_ft.data.prompts import prompt_rows
 from lean_ft.data.row_words import RowContents
 from lean_ft.settings import DataConfig, PreferenceDataConfig, PromptDataConfig, SFTDataConfig
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 VOCABULARY = [f"w{i}" for i in range(400)]
 
 

@@ -16,6 +16,8 @@ from lean_ft.settings import (
     SFTDataConfig,
 )
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 TEXTS = {
     "The cat's 3.5 RED-ish hats_": ["the", "cat", "s", "3", "5", "red", "ish", "hats"],
     "Cafe\u0301 CAF\u00c9 \uff26\uff35\uff2c\uff2c": ["caf\u00e9", "caf\u00e9", "full"],

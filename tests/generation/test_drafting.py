@@ -14,6 +14,8 @@ from lean_ft.models import load_model
 from lean_ft.settings import ModelConfig
 from tests.models.drafting_checkpoints import Checkpoint, checkpoint_with_drafting
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 PROMPTS = ([5, 9, 33, 7], [44, 45, 46], [8, 80, 12, 50, 51, 52])
 NEW_TOKENS = 24
 # The case, its drafting layers, the drafts of a step (a single layer runs again on its own output) and likely tokens.

@@ -17,6 +17,8 @@ from lean_ft.models import load_model
 from lean_ft.settings import LossConfig, MemoryConfig, ModelConfig
 from tests.models.drafting_checkpoints import Checkpoint, checkpoint_with_drafting
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 LENGTHS = (9, 2, 13)  # documents of a row of 24 tokens: the second one is too short for a draft
 CASES = {"glm4_moe": 2, "deepseek_v3": 2, "qwen3_next": 1}
 

@@ -21,6 +21,8 @@ from lean_ft.peft import load_adapter
 from lean_ft.peft.stored_adapter import read_adapter, read_factors
 from tests.merging.conftest import stored
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 IDS = torch.arange(20)[None]
 FIRST = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 OTHERS: dict[str, dict[str, Any]] = {

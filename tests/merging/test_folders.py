@@ -378,6 +378,8 @@ _PEAKS = """
 import json, sys
 from pathlib import Path
 from lean_ft.merging import MergeSettings, merge_models
+
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
 def size(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

@@ -96,6 +96,7 @@ def own_lines(*settings: str) -> list[dict[str, Any]]:
         return metrics(Path(folder) / "run", timed=False)
 
 
+@pytest.mark.long
 def test_a_server_with_the_weights_answers_as_the_model_itself(train: Callable[..., Path], server: Server) -> None:
     short = "generation.max_new_tokens=6"
     lines = metrics(train("generation.engine=vllm", short), timed=False)
@@ -264,6 +265,7 @@ def test_pairs_are_sampled_ahead(train: Callable[..., Path], server: Server) -> 
     assert len(server.weights) == 3
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_refused(tmp_path: Path, train: Callable[..., Path], server: Server) -> None:
     with pytest.raises(ValueError, match="loss.correction=token_truncate"):
         train("generation.engine=vllm", "loss.correction=none")

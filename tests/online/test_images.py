@@ -87,7 +87,7 @@ def test_a_sampled_token_that_opens_or_closes_an_image_is_not_trained(given, rec
     assert recipe == "online_dpo" or batch.counts.sum() == batch.num_targets == 5
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["grpo", "online_dpo", "ppo"])
 def test_recipes_train(given, recipe: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text(

@@ -11,6 +11,8 @@ from tests.recipes.cases import SETTINGS
 from tests.recipes.conftest import first_rows, run_recipe
 from tests.training.toy_runs import TIMES, digests
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 CASES = {
     "finetune": ("tiny/validation.jsonl", ("data.packing=bfd",)),
     "dpo": ("tiny/pairs_validation.jsonl", ()),

@@ -16,6 +16,8 @@ from tests.parallel.processes import on_ranks
 from tests.recipes.conftest import Train, config_of, run_recipe
 from tests.recipes.conftest import planned as planned_run
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 RECIPE = "finetune"
 SIZES = {"vocab_size": 768, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 RUN = ("model.dtype=float32", "model.mtp=train", "device=cpu", "plan=false", "data.source=tiny/validation.jsonl")

@@ -18,6 +18,8 @@ from lean_ft.settings import TaughtDataConfig
 from lean_ft.tokenizers import load_tokenizer
 from tests.recipes.conftest import Train, config_of, planned, update
 
+pytestmark = pytest.mark.long  # one case of each runs in continuous integration
+
 RECIPE = "distill"
 MODEL = "tiny-tools"
 ITSELF = ("data.columns.context=context", "distill.teacher=self")
