@@ -3,7 +3,7 @@
     python benchmarks/merging.py                    # small models, and folders of 2 GB
     python benchmarks/merging.py --numbers-only     # small models, in two minutes
 
-mergekit is installed once into an environment of its own, beside the packages of this one, so that both use the same
+mergekit is installed once into a separate environment, which sees the packages of this one, so that both use the same
 torch. The environment variable MERGEKIT_PYTHON names the Python of another environment. DARE's random masks are those
 of lean_ft on both sides, and mergekit's sort is made stable. Time is CPU seconds of all threads; memory is the peak
 resident size above that before the merge. mergekit maps files into memory, so its figure has the pages that it read.
@@ -11,7 +11,6 @@ resident size above that before the merge. mergekit maps files into memory, so i
 Writes `results/merging_<hardware>.json`.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,13 +18,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import venv
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from merge_measures import measured
 from results import RESULTS, ROOT, describe_hardware, gibibytes, print_result, write_result
+from vllm_server import installed_once
 
 VERSION = "0.1.5"
 COLUMNS = ["merge", "models", "equal numbers", "largest difference", "CPU s", "mergekit", "memory", "mergekit"]
@@ -55,23 +54,15 @@ LARGE_SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layer
 
 
 def mergekit_python() -> Path:
-    """The Python of an environment with mergekit, which is installed once."""
-    if given := os.environ.get("MERGEKIT_PYTHON"):
-        return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    folder = cache / f"lean_ft-mergekit-{VERSION}-{sys.version_info.major}.{sys.version_info.minor}"
-    folder.mkdir(parents=True, exist_ok=True)
-    python, done = folder / "bin" / "python", folder / "installed"
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests in other processes wait
-        if not done.exists():
-            venv.create(folder, with_pip=True)
-            for packages in folder.glob("lib/python*/site-packages"):
-                (packages / "beside.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-            pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps"]
-            subprocess.run([*pip, f"mergekit=={VERSION}", "immutables>=0.21", "click>=8.2.1,<9"], check=True)
-            done.touch()
-    return python
+    """The Python of an environment with mergekit, which sees the packages of this one."""
+
+    def install(folder: Path) -> None:
+        for packages in folder.glob("lib/python*/site-packages"):
+            (packages / "beside.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        pip = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps"]
+        subprocess.run([*pip, f"mergekit=={VERSION}", "immutables>=0.21", "click>=8.2.1,<9"], check=True)
+
+    return installed_once(f"mergekit-{VERSION}", "MERGEKIT_PYTHON", install)
 
 
 def write_models(place: Path, dtype: str, sizes: dict[str, int], shard: str) -> None:
@@ -93,7 +84,7 @@ def write_models(place: Path, dtype: str, sizes: dict[str, int], shard: str) -> 
 
 
 def ours(file: Path) -> None:
-    """Merge the cases by lean_ft, in a process of its own."""
+    """Merge the cases by lean_ft, in a separate process."""
     from lean_ft.merging import MergeSettings, merge_models
 
     results = list[dict[str, float]]()

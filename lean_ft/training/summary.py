@@ -49,8 +49,10 @@ SMALL_MODEL = 5e8  # parameters; smaller models take higher rates
 
 
 def log_start(run: "Run", held_out: str | None = None) -> None:
-    """Log a line each about ranks, model, data, optimizer, memory settings, steps and output; held_out: what is said
-    about held-out rows of several sources."""
+    """Log a line each about ranks, model, data, optimizer, memory settings, steps and output.
+
+    held_out: how many held-out rows each source has, if there are several.
+    """
     cfg = run.cfg
     if run.ranks.size > 1:
         say("ranks", _describe_ranks(run))
